@@ -1,0 +1,263 @@
+"""The draft service: the contract of draft.proto over the engine, attached to a target."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import torch
+
+from draft_service.engine import Engine, Lease
+from draft_service.features import FeatureStore, Need
+from draft_service.head import Head
+from draft_service.metrics import Metrics
+from draft_service.target_link import TargetLink, TargetLost, feature_source, read
+from eyas.config import DraftConfig
+from eyas.errors import EyasError, unavailable
+from eyas.observe import SequenceSpans, observed
+from eyas.server import SetServing, pipelined, serve
+from eyas.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
+from eyas_kernels.device import pages_that_fit, set_up_compute_thread
+
+log = logging.getLogger(__name__)
+
+SERVICE = "eyas.v1.DraftService"
+FEATURE_SECONDS = 2.0
+"""How long a proposal waits for features before it is given up: the sequence then goes on without drafts."""
+
+
+async def run(config: DraftConfig) -> None:
+    """Waits for the target, loads the head and serves until a signal says stop. Raises EyasError for what the user
+    can mend."""
+    metrics = Metrics()
+    with observed("eyas-draft", config, metrics.registry) as tracer:
+        compute = ThreadPoolExecutor(1, "compute", set_up_compute_thread, (config.threads,))
+        service = DraftService(config, compute, metrics, SequenceSpans(tracer, "draft.sequence"))
+
+        async def add_services(server: grpc.aio.Server) -> list[str]:
+            draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server)
+            return [SERVICE]
+
+        try:
+            await serve("draft", config.listen, add_services, background=service.keep_attached)
+        finally:
+            await service.close()
+            compute.shutdown()
+
+
+class DraftService(draft_pb2_grpc.DraftServiceServicer):
+    """Answers calls on the event loop; everything that computes runs on the one thread of `compute`, in order."""
+
+    def __init__(
+        self, config: DraftConfig, compute: ThreadPoolExecutor, metrics: Metrics, spans: SequenceSpans
+    ) -> None:
+        self._config = config
+        self._compute = compute
+        self._metrics = metrics
+        self._spans = spans
+        self._link = TargetLink(config)
+        self._features = FeatureStore()
+        self._engine: Engine | None = None
+        self._info: draft_pb2.GetDraftInfoResponse | None = None  # None while detached
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    # ---- the target's side ----------------------------------------------------------------------------------
+
+    async def keep_attached(self, set_serving: SetServing) -> None:
+        """Attaches to the target, and again whenever it comes back. Raises EyasError where head and target do not
+        fit, or the target does not come up the first time."""
+        target = await self._link.wait(self._config.wait_seconds)
+        loop = asyncio.get_running_loop()
+        self._engine = await loop.run_in_executor(self._compute, self._load, target)
+        self._metrics.watch(self._engine)
+        while True:
+            try:
+                await self._attach(self._engine, target, set_serving)
+            except TargetLost as lost:
+                log.warning("the target at %s went away: %s", self._config.target, lost)
+                target = await self._wait_for_same(target)
+
+    async def close(self) -> None:
+        """Ends the connection to the target."""
+        await self._link.close()
+
+    def _load(self, target: target_pb2.GetTargetInfoResponse) -> Engine:
+        began = time.monotonic()
+        head = self._link.load_head(target)
+        page_size = self._config.page_size
+        num_pages = self._config.num_pages or pages_that_fit(head.bytes_per_slot * page_size, head.device)
+        engine = Engine(head, num_pages, page_size, self._config.max_draft_tokens)
+        warm_up(engine)
+        log.info(
+            "loaded %s (%s, %s on %s, taps %s, %d pages of %d slots) in %.1f s",
+            self._config.head, head.spec.kind, head.dtype, head.device, head.spec.taps or "final norm", num_pages,
+            page_size, time.monotonic() - began,
+        )  # fmt: skip
+        return engine
+
+    async def _attach(
+        self, engine: Engine, target: target_pb2.GetTargetInfoResponse, set_serving: SetServing
+    ) -> None:
+        """Reads features until the stream ends. Raises TargetLost then."""
+        async with self._link.subscribe(engine.head) as (subscribed, stream):
+            self._info = self._describe(engine, target, subscribed)
+            self._metrics.attached(subscribed.transport)
+            log.info("attached to %s at %s, features over bytes", target.model, self._config.target)
+            await set_serving(True)
+            try:
+                while True:
+                    await self._features.add((await read(stream)).batch)
+            finally:
+                self._info = None
+                self._metrics.attached(None)
+                await set_serving(False)
+                # The gateways see their streams end, and attach again under the next subscription.
+                for task in self._streams:
+                    task.cancel()
+
+    async def _wait_for_same(self, before: target_pb2.GetTargetInfoResponse) -> target_pb2.GetTargetInfoResponse:
+        """Waits as long as it takes. Raises EyasError when what comes back is another target."""
+        while True:
+            try:
+                target = await self._link.wait(float("inf"))
+            except TargetLost:
+                continue
+            if _identity(target) != _identity(before):
+                raise EyasError(f"another target came back at {self._config.target}: the head must be loaded anew")
+            return target
+
+    def _describe(
+        self,
+        engine: Engine,
+        target: target_pb2.GetTargetInfoResponse,
+        subscribed: target_pb2.FeatureSubscribed,
+    ) -> draft_pb2.GetDraftInfoResponse:
+        head = engine.head
+        return draft_pb2.GetDraftInfoResponse(
+            head=self._config.head_name,
+            kind=head.spec.kind,
+            source=feature_source(head),
+            draft_vocab_size=head.spec.draft_vocab_size,
+            max_draft_tokens=engine.max_draft_tokens,
+            subscription_id=subscribed.subscription_id,
+            transport=subscribed.transport,
+            target_model=target.model,
+            page_size=engine.allocator.page_size,
+            num_pages=engine.allocator.num_pages,
+            device=str(head.device),
+        )
+
+    # ---- the gateways' side ---------------------------------------------------------------------------------
+
+    async def GetDraftInfo(
+        self, request: draft_pb2.GetDraftInfoRequest, context: Any
+    ) -> draft_pb2.GetDraftInfoResponse:
+        if self._info is None:
+            raise unavailable(f"the draft is not attached to its target at {self._config.target}")
+        return self._info
+
+    async def Propose(
+        self, request_iterator: AsyncIterable[draft_pb2.ProposeRequest], context: Any
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        if self._info is None or self._engine is None:
+            raise unavailable(f"the draft is not attached to its target at {self._config.target}")
+        engine, lease, in_order = self._engine, Lease(), asyncio.Lock()
+        held: set[int] = set()  # sequences whose features are held for this stream
+
+        async def submit(request: draft_pb2.ProposeRequest) -> draft_pb2.ProposeResponse:
+            async with in_order:
+                return await self._propose(engine, lease, held, request)
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            async with aclosing(pipelined(request_iterator, submit)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self._streams.discard(task)
+            for sequence_id in held:
+                self._features.close(sequence_id)
+            self._spans.end(held)
+            # Behind whatever still computes for this stream, so that no page is freed under it.
+            self._compute.submit(engine.release, lease)
+
+    async def _propose(
+        self, engine: Engine, lease: Lease, held: set[int], request: draft_pb2.ProposeRequest
+    ) -> draft_pb2.ProposeResponse:
+        received = time.perf_counter()
+        self._hold_features(held, request)
+        features = await self._take_features(request)
+        loop = asyncio.get_running_loop()
+        proposals, began, ended = await loop.run_in_executor(
+            self._compute, _timed_propose, engine, lease, request, features
+        )
+        self._metrics.observe_proposals(proposals, ended - began)
+        return draft_pb2.ProposeResponse(
+            round=request.round,
+            proposals=proposals,
+            free_pages=engine.allocator.num_free,
+            timing=common_pb2.ServiceTiming(
+                queue_us=round((began - received) * 1e6),
+                compute_us=round((ended - began) * 1e6),
+                total_us=round((time.perf_counter() - received) * 1e6),
+            ),
+        )
+
+    def _hold_features(self, held: set[int], request: draft_pb2.ProposeRequest) -> None:
+        """Closes first, then opens: a sequence may be re-opened under a new epoch by one message."""
+        closed = [close.sequence_id for close in request.closes if close.sequence_id in held]
+        for sequence_id in closed:
+            self._features.close(sequence_id)
+            held.discard(sequence_id)
+        for opening in request.opens:
+            self._features.open(opening.sequence_id, opening.epoch)
+            held.add(opening.sequence_id)
+        self._spans.update(request.opens, closed)
+
+    async def _take_features(self, request: draft_pb2.ProposeRequest) -> list[torch.Tensor | None]:
+        needs = [
+            Need(extend.sequence_id, extend.epoch, extend.slot, extend.slot + len(extend.tokens), extend.feature_round)
+            for extend in request.extends
+        ]
+        await self._features.wait(needs, FEATURE_SECONDS)
+        return [self._features.take(need) for need in needs]
+
+
+def _timed_propose(
+    engine: Engine, lease: Lease, request: draft_pb2.ProposeRequest, features: Sequence[torch.Tensor | None]
+) -> tuple[list[draft_pb2.Proposal], float, float]:
+    began = time.perf_counter()
+    proposals = engine.propose(lease, request, features)
+    return proposals, began, time.perf_counter()
+
+
+def _identity(target: target_pb2.GetTargetInfoResponse) -> tuple[object, ...]:
+    """What must not change under a loaded head."""
+    return (
+        target.checkpoint_path,
+        target.hidden_size,
+        target.num_layers,
+        target.vocab_size,
+        target.scalar_type,
+        target.tokenizer_sha256,
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """One proposal at a temperature, so that the first request does not pay for what is built on first use."""
+    lease = Lease()
+    sampling = common_pb2.SamplingParams(temperature=1, top_p=1)
+    request = draft_pb2.ProposeRequest(
+        opens=[draft_pb2.OpenSlots(sequence_id=1, sampling=sampling)],
+        extends=[draft_pb2.Extend(sequence_id=1, slot=0, tokens=[0] * 4, num_draft_tokens=engine.max_draft_tokens)],
+    )
+    engine.propose(lease, request, [torch.zeros(4, engine.head.spec.feature_size)])
+    engine.release(lease)

@@ -1,0 +1,108 @@
+"""The draft's connection to its target: what the target is, and the stream of features."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from draft_service.checkpoint import TargetShape
+from draft_service.head import Head
+from eyas.channel import open_channel, wait_until_serving
+from eyas.config import DraftConfig
+from eyas.errors import EyasError, describe
+from eyas.transport import LAYOUT_VERSION, dtype_of
+from eyas.v1 import common_pb2, target_pb2, target_pb2_grpc
+from eyas_kernels.device import pick_device
+
+log = logging.getLogger(__name__)
+
+TARGET_SERVICE = "eyas.v1.TargetService"
+
+
+class TargetLost(Exception):
+    """The target went away; `str` says how."""
+
+
+class TargetLink:
+    """Knows the target, loads the head that fits it, and subscribes to features."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        self._config = config
+        self._channel = open_channel(config.target)
+        self._stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)
+
+    async def wait(self, seconds: float) -> target_pb2.GetTargetInfoResponse:
+        """The target's description, once it serves. Raises EyasError after `seconds`, TargetLost."""
+        peer = f"the target at {self._config.target}"
+        await wait_until_serving(self._channel, TARGET_SERVICE, seconds, log.info, peer=peer)
+        try:
+            info: target_pb2.GetTargetInfoResponse = await self._stub.GetTargetInfo(
+                target_pb2.GetTargetInfoRequest()
+            )
+        except grpc.aio.AioRpcError as error:
+            raise TargetLost(describe(error)) from error
+        return info
+
+    def load_head(self, info: target_pb2.GetTargetInfoResponse) -> Head:
+        """Loads the head for this target. Raises EyasError where it does not fit, or cannot be read."""
+        config = self._config
+        dtype = dtype_of(info.scalar_type) if config.dtype == "auto" else getattr(torch, config.dtype)
+        folder = config.target_checkpoint or Path(info.checkpoint_path)
+        if not folder.is_dir():
+            raise EyasError(
+                f"target_checkpoint: the head borrows the target's embedding, but {folder} is not on this host;"
+                " say where this host has the target's checkpoint"
+            )
+        shape = TargetShape(info.hidden_size, info.num_layers, info.vocab_size)
+        with torch.inference_mode():
+            return Head(config.head, folder, shape, dtype, pick_device(config.device), config.rope_theta)
+
+    @asynccontextmanager
+    async def subscribe(self, head: Head) -> AsyncIterator[tuple[target_pb2.FeatureSubscribed, Any]]:
+        """Opens the feature stream: yields what was agreed, and the stream to read batches from. Raises EyasError
+        where the target refuses the head, TargetLost."""
+        spec = head.spec
+        request = target_pb2.FeatureSubscribe(
+            head=self._config.head_name,
+            source=feature_source(head),
+            hidden_size=spec.target_hidden_size,
+            vocab_size=spec.vocab_size,
+            layout_version=LAYOUT_VERSION,
+            transports=[common_pb2.FEATURE_TRANSPORT_BYTES],
+        )
+        stream = self._stub.Features()
+        try:
+            await stream.write(target_pb2.FeaturesRequest(subscribe=request))
+            response = await read(stream)
+            yield response.subscribed, stream
+        finally:
+            stream.cancel()
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+
+def feature_source(head: Head) -> common_pb2.FeatureSource:
+    """What the head reads, in the target's terms."""
+    return common_pb2.FeatureSource(taps=head.spec.taps, final_norm=not head.spec.taps)
+
+
+async def read(stream: Any) -> target_pb2.FeaturesResponse:
+    """The next message. Raises TargetLost when the stream has ended, EyasError when the target refuses."""
+    try:
+        response = await stream.read()
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+            raise EyasError(describe(error)) from error
+        raise TargetLost(describe(error)) from error
+    if response is grpc.aio.EOF:
+        raise TargetLost("it ended the stream")
+    assert isinstance(response, target_pb2.FeaturesResponse)
+    return response

@@ -1,0 +1,68 @@
+"""Process matters: stop signals, death with the parent, and threads that do not spin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+_PR_SET_PDEATHSIG = 1
+_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # GNU's and Intel's
+
+
+@contextlib.contextmanager
+def stop_signals(leave_now: Callable[[int], None]) -> Iterator[asyncio.Event]:
+    """An event that the first SIGTERM, SIGINT or SIGHUP sets; the second calls `leave_now` with its number."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            leave_now(number)
+        stop.set()
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def run_until(stop: asyncio.Event, work: asyncio.Future[None]) -> bool:
+    """Waits for `work` and raises what it raises; cancels it once `stop` is set. True if it ended by itself."""
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        ended = work.done()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    return ended
+
+
+def passive_openmp() -> None:
+    """Has the OpenMP threads of this process sleep while they wait; to be called before torch is imported.
+
+    Target and draft compute in turns on the same cores: spinning threads of one would take them from the other.
+    """
+    for name, value in _OPENMP.items():
+        os.environ.setdefault(name, value)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel send SIGTERM when the process `parent` ends; ends at once if it has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)

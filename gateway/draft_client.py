@@ -1,0 +1,107 @@
+"""The gateway's side of the draft: attached while it is there, and never waited for longer than a guard allows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+
+from eyas.channel import open_channel
+from eyas.errors import describe
+from eyas.v1 import draft_pb2, draft_pb2_grpc
+from gateway.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+INFO_SECONDS = 5.0
+
+Answer = tuple[draft_pb2.ProposeResponse, Exchange]
+
+
+class DraftClient:
+    """The connection to a draft service, which `keep_attached` tends in the background. `info` is None while the
+    draft is away. One message is under way at most: while it is late, rounds go on without drafts."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self.address = address
+        self.info: draft_pb2.GetDraftInfoResponse | None = None
+        self.attachment = 0  # number of the stream; what an earlier one held is gone
+        self._timeout = timeout
+        self._channel = open_channel(address)
+        self._stub: Any = draft_pb2_grpc.DraftServiceStub(self._channel)
+        self._stream: Any = None
+        self._pending: asyncio.Task[Answer] | None = None
+        self._detached = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a message may be sent now."""
+        return self.info is not None and self._pending is None
+
+    async def keep_attached(self) -> None:
+        """Attaches, and attaches again whenever the draft comes back; says so in the log."""
+        said = ""
+        while True:
+            try:
+                info = await self._attach()
+                log.info("draft %s attached at %s", info.head, self.address)
+                await self._detached.wait()
+                said = "it went away"
+                log.warning("draft at %s is away: rounds go on without it until it returns", self.address)
+            except grpc.aio.AioRpcError as error:
+                if (reason := describe(error)) != said:
+                    log.warning("draft at %s is away: %s", self.address, reason)
+                said = reason
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def propose(self, request: draft_pb2.ProposeRequest) -> Answer | None:
+        """Sends a message and waits for its answer; None when the draft is late or gone."""
+        self._pending = asyncio.create_task(self._exchange(request))
+        await asyncio.wait((self._pending,), timeout=self._timeout)
+        if self._pending is not None and not self._pending.done():
+            log.warning("draft at %s is late: rounds go on without it", self.address)
+        return self.take_answer()
+
+    def take_answer(self) -> Answer | None:
+        """The answer to the message that is under way, if it is there by now."""
+        if self._pending is None or not self._pending.done():
+            return None
+        task, self._pending = self._pending, None
+        if task.cancelled() or task.exception() is not None:
+            self._detach()
+            return None
+        return task.result()
+
+    async def close(self) -> None:
+        """Ends the stream, and with it every sequence at the draft."""
+        self._detach()
+        await self._channel.close()
+
+    async def _attach(self) -> draft_pb2.GetDraftInfoResponse:
+        info = await self._stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=INFO_SECONDS)
+        self._stream = self._stub.Propose()
+        self._stream.add_done_callback(lambda _: self._detach())
+        self._detached.clear()
+        self.attachment += 1
+        self.info = info
+        return info
+
+    def _detach(self) -> None:
+        self.info = None
+        if self._pending is not None:
+            self._pending.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
+        self._detached.set()
+
+    async def _exchange(self, request: draft_pb2.ProposeRequest) -> Answer:
+        began = time.perf_counter()
+        await self._stream.write(request)
+        response = await self._stream.read()
+        if response is grpc.aio.EOF:
+            raise ConnectionError("the draft ended the stream")
+        return response, Exchange(began, time.perf_counter() - began, response.timing.compute_us * 1e-6)

@@ -1,0 +1,1 @@
+"""The gateway's REST API, compatible with OpenAI's."""

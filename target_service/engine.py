@@ -1,0 +1,198 @@
+"""The target's engine: sequences, their pages, and one step. Runs on the compute thread only; no sockets here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from eyas.errors import invalid_argument
+from eyas.v1 import target_pb2
+from eyas_kernels.attention import BlockRows, plan_rows
+from eyas_kernels.kv_cache import NoPages, PageAllocator
+from eyas_kernels.sampling import SamplingLaw, draw, read_law
+from target_service.features import RowSpan, Subscriptions, gather_features, make_batches
+from target_service.model import Decoder, Hidden
+
+
+@dataclass
+class TargetSequence:
+    """One open sequence. `num_tokens` tokens have KV; `pages` cover them."""
+
+    sequence_id: int
+    epoch: int
+    law: SamplingLaw
+    subscription_id: int
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass
+class Lease:
+    """The sequences of one round stream; released together when the stream ends."""
+
+    sequences: dict[int, TargetSequence] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A block that can run: its place in the request, and its sequence."""
+
+    index: int
+    sequence: TargetSequence
+    block: target_pb2.Block
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """`results` in the request's order; `batches` are the features by subscription id."""
+
+    results: list[target_pb2.BlockResult]
+    batches: dict[int, list[target_pb2.FeatureBatch]]
+
+
+class Engine:
+    """Decides which blocks run, computes them in one pass, then commits their tokens to the sequences."""
+
+    def __init__(
+        self, model: Decoder, subscriptions: Subscriptions, num_pages: int, page_size: int, max_rows: int
+    ) -> None:
+        self.model = model
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.max_rows = max_rows
+        self._cache = model.new_cache(num_pages, page_size)
+        self.subscriptions = subscriptions
+
+    @torch.inference_mode()
+    def step(self, lease: Lease, request: target_pb2.StepRequest) -> StepOutcome:
+        """One step: closes, opens, then all blocks in one pass. Raises StatusError for a broken contract."""
+        for close in request.closes:
+            self._close(lease, close.sequence_id)
+        for index, opening in enumerate(request.opens):
+            self._open(lease, opening, f"opens[{index}]")
+        results, runs = self._plan(lease, request)
+        if not runs:
+            return StepOutcome(results, {})
+        hidden = self._forward(runs)
+        self._score(hidden, runs, results)
+        batches = self._features(request.round, hidden, runs)
+        for run in runs:
+            run.sequence.num_tokens = run.block.start + len(run.block.tokens)
+        return StepOutcome(results, batches)
+
+    def release(self, lease: Lease) -> None:
+        """Frees every sequence of a stream that has ended."""
+        for sequence_id in list(lease.sequences):
+            self._close(lease, sequence_id)
+
+    # ---- decide ---------------------------------------------------------------------------------------------
+
+    def _open(self, lease: Lease, opening: target_pb2.OpenSequence, field_name: str) -> None:
+        if opening.sequence_id in lease.sequences:
+            raise invalid_argument(f"{field_name}.sequence_id", f"{opening.sequence_id} is open already")
+        law = read_law(opening.sampling, f"{field_name}.sampling")
+        lease.sequences[opening.sequence_id] = TargetSequence(
+            opening.sequence_id, opening.epoch, law, opening.subscription_id
+        )
+
+    def _close(self, lease: Lease, sequence_id: int) -> None:
+        sequence = lease.sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self.allocator.release(sequence.pages)
+
+    def _plan(
+        self, lease: Lease, request: target_pb2.StepRequest
+    ) -> tuple[list[target_pb2.BlockResult], list[_Run]]:
+        """A result for every block, and the blocks that can run, short ones first (they are attended together)."""
+        if sum(len(block.tokens) for block in request.blocks) > self.max_rows:
+            raise invalid_argument("blocks", f"hold more than {self.max_rows} tokens")
+        if len({block.sequence_id for block in request.blocks}) < len(request.blocks):
+            raise invalid_argument("blocks", "name a sequence twice")
+        results, runs = [], []
+        for index, block in enumerate(request.blocks):
+            sequence = lease.sequences.get(block.sequence_id)
+            status = self._admit(sequence, block, f"blocks[{index}]")
+            results.append(
+                target_pb2.BlockResult(sequence_id=block.sequence_id, epoch=block.epoch, status=status)
+            )
+            if sequence is not None and status == target_pb2.BLOCK_STATUS_OK:
+                runs.append(_Run(index, sequence, block))
+        runs.sort(key=lambda run: len(run.block.tokens))
+        return results, runs
+
+    def _admit(
+        self, sequence: TargetSequence | None, block: target_pb2.Block, field_name: str
+    ) -> target_pb2.BlockStatus:
+        if sequence is None:
+            return target_pb2.BLOCK_STATUS_UNKNOWN_SEQUENCE
+        if sequence.epoch != block.epoch:
+            return target_pb2.BLOCK_STATUS_STALE_EPOCH
+        self._check_block(sequence, block, field_name)
+        try:
+            self.allocator.extend(sequence.pages, block.start + len(block.tokens))
+        except NoPages:
+            return target_pb2.BLOCK_STATUS_NO_PAGES
+        return target_pb2.BLOCK_STATUS_OK
+
+    def _check_block(self, sequence: TargetSequence, block: target_pb2.Block, field_name: str) -> None:
+        spec = self.model.spec
+        if block.WhichOneof("base") != "start":
+            raise invalid_argument(f"{field_name}.base", "must be `start`: this target does not run ahead")
+        if not block.tokens:
+            raise invalid_argument(f"{field_name}.tokens", "is empty")
+        if max(block.tokens) >= spec.vocab_size:
+            raise invalid_argument(f"{field_name}.tokens", f"holds an id beyond the vocabulary of {spec.vocab_size}")
+        if block.num_scored > len(block.tokens):
+            raise invalid_argument(f"{field_name}.num_scored", f"is more than the {len(block.tokens)} tokens")
+        if block.start > sequence.num_tokens:
+            raise invalid_argument(f"{field_name}.start", f"leaves a gap behind position {sequence.num_tokens}")
+        if block.start + len(block.tokens) > spec.context_length:
+            raise invalid_argument(f"{field_name}.tokens", f"pass the context of {spec.context_length}")
+
+    # ---- compute --------------------------------------------------------------------------------------------
+
+    def _forward(self, runs: Sequence[_Run]) -> Hidden:
+        rows = [BlockRows(run.block.start, len(run.block.tokens), run.sequence.pages) for run in runs]
+        step = plan_rows(rows, self.allocator.page_size, self.model.device, self.model.spec.sliding_window)
+        tokens = [token for run in runs for token in run.block.tokens]
+        wanted = [self.subscriptions.get(run.sequence.subscription_id) for run in runs]
+        taps = frozenset(tap for subscription in wanted if subscription for tap in subscription.taps)
+        return self.model.forward(tokens, step, self._cache, taps)
+
+    def _score(self, hidden: Hidden, runs: Sequence[_Run], results: list[target_pb2.BlockResult]) -> None:
+        rows: list[int] = []
+        laws: list[SamplingLaw] = []
+        positions: list[int] = []
+        end = 0
+        for run in runs:
+            end += len(run.block.tokens)
+            num_scored = run.block.num_scored
+            rows += range(end - num_scored, end)
+            laws += [run.sequence.law] * num_scored
+            behind = run.block.start + len(run.block.tokens)
+            positions += range(behind - num_scored + 1, behind + 1)
+        if not rows:
+            return
+        final = hidden.final if len(rows) == end else hidden.final[torch.tensor(rows, device=self.model.device)]
+        sampled = draw(self.model.logits(final), laws, positions)
+        for run in runs:
+            results[run.index].sampled_tokens.extend(sampled[: run.block.num_scored])
+            sampled = sampled[run.block.num_scored :]
+
+    def _features(
+        self, round_: int, hidden: Hidden, runs: Sequence[_Run]
+    ) -> dict[int, list[target_pb2.FeatureBatch]]:
+        spans: dict[int, list[RowSpan]] = {}
+        row = 0
+        for run in runs:
+            sequence, count = run.sequence, len(run.block.tokens)
+            if sequence.subscription_id:
+                span = RowSpan(sequence.sequence_id, sequence.epoch, run.block.start, count, row)
+                spans.setdefault(sequence.subscription_id, []).append(span)
+            row += count
+        return {
+            subscription.id: make_batches(round_, gather_features(hidden, subscription.taps), spans[subscription.id])
+            for subscription in map(self.subscriptions.get, spans)
+            if subscription is not None
+        }

@@ -1,0 +1,154 @@
+"""Features on their way to the drafts: who subscribed to what, and the batches of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from eyas.errors import StatusError, failed_precondition, invalid_argument
+from eyas.transport import LAYOUT_VERSION, MAX_PAYLOAD_BYTES, encode_tensor
+from eyas.v1 import common_pb2, target_pb2
+from target_service.model import Hidden
+from target_service.spec import DecoderSpec
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES = 256 * 2**20
+"""A draft that leaves more than this unread loses batches: its sequences go plain, the target never waits."""
+
+
+class RowSpan(NamedTuple):
+    """Rows [first_row, first_row + count) of a step: consecutive positions of one sequence."""
+
+    sequence_id: int
+    epoch: int
+    start: int
+    count: int
+    first_row: int
+
+
+@dataclass
+class Subscription:
+    """One draft's feature stream. `taps` empty means the hidden state after the final norm."""
+
+    id: int
+    head: str
+    taps: tuple[int, ...]
+    unread_bytes: int = 0
+    dropped_batches: int = 0
+    _queue: asyncio.Queue[target_pb2.FeatureBatch] = field(default_factory=asyncio.Queue)
+    _num_batches: int = 0
+
+    def offer(self, batches: Iterable[target_pb2.FeatureBatch]) -> None:
+        """Queues the batches of a step, or drops them when the draft has too much unread."""
+        for batch in batches:
+            size = batch.ByteSize()
+            if self.unread_bytes + size > MAX_UNREAD_BYTES:
+                self.dropped_batches += 1
+                log.warning("draft %s does not read its features: %d batches dropped", self.head, self.dropped_batches)
+                continue
+            self._num_batches += 1
+            batch.batch = self._num_batches
+            self.unread_bytes += size
+            self._queue.put_nowait(batch)
+
+    async def batches(self) -> AsyncIterator[target_pb2.FeatureBatch]:
+        """The queued batches, for ever."""
+        while True:
+            batch = await self._queue.get()
+            self.unread_bytes -= batch.ByteSize()
+            yield batch
+
+
+class Subscriptions:
+    """All feature streams of the target."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        self._open: dict[int, Subscription] = {}
+
+    def subscribe(self, request: target_pb2.FeatureSubscribe) -> Subscription:
+        """Opens a stream. Raises StatusError when head and target do not fit."""
+        self._check(request)
+        subscription = Subscription(secrets.randbits(64) or 1, request.head, tuple(request.source.taps))
+        self._open[subscription.id] = subscription
+        log.info("draft %s subscribed: features over bytes, taps %s", request.head, subscription.taps or "final norm")
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Ends a stream; features for it are dropped from now on."""
+        self._open.pop(subscription.id, None)
+        log.info("draft %s is gone", subscription.head)
+
+    def get(self, subscription_id: int) -> Subscription | None:
+        """The open stream of that id."""
+        return self._open.get(subscription_id)
+
+    @property
+    def num_dropped_batches(self) -> int:
+        """Batches that open streams lost because their drafts do not read."""
+        return sum(subscription.dropped_batches for subscription in self._open.values())
+
+    def _check(self, request: target_pb2.FeatureSubscribe) -> None:
+        spec, source = self._spec, request.source
+        if request.layout_version != LAYOUT_VERSION:
+            raise _mismatch(request, "layout_version", request.layout_version, LAYOUT_VERSION)
+        if request.hidden_size != spec.hidden_size:
+            raise _mismatch(request, "hidden_size", request.hidden_size, spec.hidden_size)
+        if request.vocab_size != spec.vocab_size:
+            raise _mismatch(request, "vocab_size", request.vocab_size, spec.vocab_size)
+        if source.final_norm == bool(source.taps):
+            raise invalid_argument("subscribe.source", "must name either taps or the final norm")
+        if any(tap > spec.num_layers for tap in source.taps):
+            raise invalid_argument("subscribe.source.taps", f"must be at most {spec.num_layers} blocks applied")
+        if common_pb2.FEATURE_TRANSPORT_BYTES not in request.transports:
+            raise failed_precondition("NO_COMMON_TRANSPORT", "subscribe.transports: the target offers bytes only")
+
+
+def _mismatch(request: target_pb2.FeatureSubscribe, name: str, theirs: int, ours: int) -> StatusError:
+    return failed_precondition(
+        "HEAD_MISMATCH", f"head {request.head!r} was made for {name} {theirs}, but the target's is {ours}"
+    )
+
+
+def gather_features(hidden: Hidden, taps: Sequence[int]) -> torch.Tensor:
+    """[rows, hidden] after the final norm, or [rows, len(taps) * hidden] of the taps in their order."""
+    return torch.cat([hidden.taps[tap] for tap in taps], dim=-1) if taps else hidden.final
+
+
+def make_batches(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> list[target_pb2.FeatureBatch]:
+    """Cuts the spans of one step into messages of at most MAX_PAYLOAD_BYTES. rows: all rows of the step."""
+    limit = max(1, MAX_PAYLOAD_BYTES // (rows.shape[-1] * rows.element_size()))
+    pieces = [
+        RowSpan(span.sequence_id, span.epoch, span.start + i, min(limit, span.count - i), span.first_row + i)
+        for span in spans
+        for i in range(0, span.count, limit)
+    ]
+    batches: list[list[RowSpan]] = []
+    room = 0
+    for piece in pieces:
+        if piece.count > room:
+            batches.append([])
+            room = limit
+        batches[-1].append(piece)
+        room -= piece.count
+    return [_make_batch(round_, rows, batch) for batch in batches]
+
+
+def _make_batch(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> target_pb2.FeatureBatch:
+    message = target_pb2.FeatureBatch(round=round_)
+    row = 0
+    for span in spans:
+        message.spans.add(
+            sequence_id=span.sequence_id, epoch=span.epoch, start=span.start, count=span.count, row=row
+        )
+        row += span.count
+    parts = [rows[span.first_row : span.first_row + span.count] for span in spans]
+    message.rows.CopyFrom(encode_tensor(parts[0] if len(parts) == 1 else torch.cat(parts)))
+    return message
