@@ -66,7 +66,7 @@ lint: $(READY) ## Check style, types and protos
 gen: $(READY) ## Generate eyas/v1 from protos/
 	@mkdir -p "$(OUT)"
 	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out="$(OUT)" --pyi_out="$(OUT)" \
-		--grpc_python_out="$(OUT)" --mypy_grpc_out="$(OUT)" $(wildcard protos/eyas/v1/*.proto)
+		--grpc_python_out="$(OUT)" --mypy_grpc_out=quiet:"$(OUT)" $(wildcard protos/eyas/v1/*.proto)
 
 .PHONY: clean
 clean: ## Remove the environment and all caches (the fetched model stays)

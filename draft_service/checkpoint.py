@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from eyas_kernels.checkpoint import Checkpoint, CheckpointError
 from torch import Tensor
 
 from draft_service.head_spec import HeadSpec, TargetShape, layer_prefix, read_spec
+from eyas_kernels.checkpoint import Checkpoint, CheckpointError
 
 logger = logging.getLogger(__name__)
 

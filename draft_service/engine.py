@@ -156,7 +156,9 @@ class Engine:
         tokens = [token for run in runs for token in run.extend.tokens]
         blocks = [BlockRows(run.extend.slot, len(run.extend.tokens), run.sequence.pages) for run in runs]
         outputs = self._forward(tokens, hidden, blocks)
-        last_rows = torch.tensor([len(run.extend.tokens) for run in runs], device=self.head.device).cumsum(0) - 1
+        last_rows = (
+            torch.tensor([len(run.extend.tokens) for run in runs], device=self.head.device).cumsum(0) - 1
+        )
         outputs = outputs[last_rows]
         depth = 0
         while True:
@@ -180,7 +182,9 @@ class Engine:
                 run.drafts.append(draft_id)
             depth += 1
 
-    def _forward(self, tokens: Sequence[int], hidden: torch.Tensor, blocks: Sequence[BlockRows]) -> torch.Tensor:
+    def _forward(
+        self, tokens: Sequence[int], hidden: torch.Tensor, blocks: Sequence[BlockRows]
+    ) -> torch.Tensor:
         step = plan_rows(blocks, self.allocator.page_size, self.head.device)
         return self.head.forward(tokens, hidden, step, self._cache)
 

@@ -22,7 +22,10 @@ class Metrics:
         )
         self._tokens = Counter("eyas_draft_tokens", "Draft tokens proposed", registry=self.registry)
         self._missing = Counter(
-            "eyas_draft_extends_failed", "Extends that did not run, by reason", ["reason"], registry=self.registry
+            "eyas_draft_extends_failed",
+            "Extends that did not run, by reason",
+            ["reason"],
+            registry=self.registry,
         )
         self._pages = Gauge("eyas_draft_slot_pages", "Pages that slots may use", registry=self.registry)
         self._used = Gauge("eyas_draft_slot_pages_used", "Pages held by sequences", registry=self.registry)

@@ -15,7 +15,6 @@ import torch
 
 from draft_service.engine import Engine, Lease
 from draft_service.features import FeatureStore, Need
-from draft_service.head import Head
 from draft_service.metrics import Metrics
 from draft_service.target_link import TargetLink, TargetLost, feature_source, read
 from eyas.config import DraftConfig
@@ -121,7 +120,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 for task in self._streams:
                     task.cancel()
 
-    async def _wait_for_same(self, before: target_pb2.GetTargetInfoResponse) -> target_pb2.GetTargetInfoResponse:
+    async def _wait_for_same(
+        self, before: target_pb2.GetTargetInfoResponse
+    ) -> target_pb2.GetTargetInfoResponse:
         """Waits as long as it takes. Raises EyasError when what comes back is another target."""
         while True:
             try:
@@ -129,7 +130,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             except TargetLost:
                 continue
             if _identity(target) != _identity(before):
-                raise EyasError(f"another target came back at {self._config.target}: the head must be loaded anew")
+                raise EyasError(
+                    f"another target came back at {self._config.target}: the head must be loaded anew"
+                )
             return target
 
     def _describe(
@@ -224,7 +227,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     async def _take_features(self, request: draft_pb2.ProposeRequest) -> list[torch.Tensor | None]:
         needs = [
-            Need(extend.sequence_id, extend.epoch, extend.slot, extend.slot + len(extend.tokens), extend.feature_round)
+            Need(
+                extend.sequence_id,
+                extend.epoch,
+                extend.slot,
+                extend.slot + len(extend.tokens),
+                extend.feature_round,
+            )
             for extend in request.extends
         ]
         await self._features.wait(needs, FEATURE_SECONDS)
@@ -257,7 +266,9 @@ def warm_up(engine: Engine) -> None:
     sampling = common_pb2.SamplingParams(temperature=1, top_p=1)
     request = draft_pb2.ProposeRequest(
         opens=[draft_pb2.OpenSlots(sequence_id=1, sampling=sampling)],
-        extends=[draft_pb2.Extend(sequence_id=1, slot=0, tokens=[0] * 4, num_draft_tokens=engine.max_draft_tokens)],
+        extends=[
+            draft_pb2.Extend(sequence_id=1, slot=0, tokens=[0] * 4, num_draft_tokens=engine.max_draft_tokens)
+        ],
     )
     engine.propose(lease, request, [torch.zeros(4, engine.head.spec.feature_size)])
     engine.release(lease)

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import torch
 
-from draft_service.checkpoint import TargetShape
 from draft_service.head import Head
+from draft_service.head_spec import TargetShape
 from eyas.channel import open_channel, wait_until_serving
 from eyas.config import DraftConfig
 from eyas.errors import EyasError, describe

@@ -243,7 +243,8 @@ def _stack(target: str, draft: str, values: Mapping[str, Any]) -> Stack:
 
 def _run_stack(stack: Stack, body: Callable[[], Awaitable[None]], *, echo: Callable[[str], None]) -> bool:
     folder = os.environ.get("XDG_RUNTIME_DIR")
-    parent = Path(folder) if folder else None
+    # After su or sudo it may be another user's.
+    parent = Path(folder) if folder and os.access(folder, os.W_OK) else None
     return asyncio.run(run_services(stack.services, body, folder=parent, say=_say, echo=echo))
 
 

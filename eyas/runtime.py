@@ -10,7 +10,10 @@ import signal
 from collections.abc import Callable, Iterator
 
 _PR_SET_PDEATHSIG = 1
-_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # GNU's and Intel's
+_OPENMP = {
+    "GOMP_SPINCOUNT": "10000",
+    "KMP_BLOCKTIME": "0",
+}  # GNU's (a count of turns) and Intel's (milliseconds)
 
 
 @contextlib.contextmanager
@@ -51,9 +54,10 @@ async def run_until(stop: asyncio.Event, work: asyncio.Future[None]) -> bool:
 
 
 def passive_openmp() -> None:
-    """Has the OpenMP threads of this process sleep while they wait; to be called before torch is imported.
+    """Has the OpenMP threads of this process spin for about 0.1 ms and then sleep; to be set before torch is imported.
 
     Target and draft compute in turns on the same cores: spinning threads of one would take them from the other.
+    Sleeping at once is no better: a pass has hundreds of parallel parts, and each would begin with a wake-up.
     """
     for name, value in _OPENMP.items():
         os.environ.setdefault(name, value)

@@ -142,7 +142,8 @@ class _Child:
         """Signals the process; False if none is running."""
         if self._process is None or self._process.returncode is not None:
             return False
-        self._process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
         return True
 
     async def _keep(self) -> None:

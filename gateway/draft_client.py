@@ -82,7 +82,9 @@ class DraftClient:
         await self._channel.close()
 
     async def _attach(self) -> draft_pb2.GetDraftInfoResponse:
-        info = await self._stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=INFO_SECONDS)
+        info: draft_pb2.GetDraftInfoResponse = await self._stub.GetDraftInfo(
+            draft_pb2.GetDraftInfoRequest(), timeout=INFO_SECONDS
+        )
         self._stream = self._stub.Propose()
         self._stream.add_done_callback(lambda _: self._detach())
         self._detached.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from eyas.v1 import draft_pb2
 from gateway.draft_client import Answer, DraftClient
@@ -40,7 +41,11 @@ class Drafting:
 
     def subscription_of(self, sequence: Sequence) -> int:
         """The subscription that gets the sequence's features; 0 for none."""
-        return self._client.info.subscription_id if self._client and self._client.info and self._holds(sequence) else 0
+        return (
+            self._client.info.subscription_id
+            if self._client and self._client.info and self._holds(sequence)
+            else 0
+        )
 
     async def propose(self, round_: int, sequences: Seq[Sequence], closes: Iterable[Close]) -> Exchange:
         """Brings the slots up to date and fills `drafts` of the sequences that decode."""
@@ -65,9 +70,7 @@ class Drafting:
     def _holds(self, sequence: Sequence) -> bool:
         return self._client is not None and 0 < sequence.attachment == self._client.attachment
 
-    def _request(
-        self, round_: int, sequences: Seq[Sequence], client: DraftClient
-    ) -> draft_pb2.ProposeRequest:
+    def _request(self, round_: int, sequences: Seq[Sequence], client: DraftClient) -> draft_pb2.ProposeRequest:
         request = draft_pb2.ProposeRequest(round=round_)
         for close in self._to_close:
             if close.attachment == client.attachment:

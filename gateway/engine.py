@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence as Seq
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eyas.config import GatewayConfig
@@ -86,7 +87,7 @@ class Engine:
         """The target's tokenizer. Raises TargetUnavailable while the target is away."""
         return self._connected().tokenizer
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yields a delta a round. Raises QueueFull, TargetUnavailable."""
         card = self.card
         if len(self._scheduler.waiting) >= self._config.max_queue:

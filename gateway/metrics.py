@@ -52,7 +52,10 @@ class Metrics:
             registry=registry,
         )
         self._request_seconds = Histogram(
-            "eyas_request_seconds", "From the queue to the last token", buckets=LATENCY_BUCKETS, registry=registry
+            "eyas_request_seconds",
+            "From the queue to the last token",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
         )
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

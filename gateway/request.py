@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -129,7 +129,7 @@ class Generator(Protocol):
     def card(self) -> ModelCard:
         """What is served. Raises TargetUnavailable while the target has not been reached."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yields a delta a round. Closing the iterator (aclose, or cancelling its task) frees pages and slots
         within a round. Raises QueueFull before the first delta, TargetUnavailable at any time."""
 

@@ -142,7 +142,9 @@ class Engine:
         if not block.tokens:
             raise invalid_argument(f"{field_name}.tokens", "is empty")
         if max(block.tokens) >= spec.vocab_size:
-            raise invalid_argument(f"{field_name}.tokens", f"holds an id beyond the vocabulary of {spec.vocab_size}")
+            raise invalid_argument(
+                f"{field_name}.tokens", f"holds an id beyond the vocabulary of {spec.vocab_size}"
+            )
         if block.num_scored > len(block.tokens):
             raise invalid_argument(f"{field_name}.num_scored", f"is more than the {len(block.tokens)} tokens")
         if block.start > sequence.num_tokens:
@@ -192,7 +194,9 @@ class Engine:
                 spans.setdefault(sequence.subscription_id, []).append(span)
             row += count
         return {
-            subscription.id: make_batches(round_, gather_features(hidden, subscription.taps), spans[subscription.id])
+            subscription.id: make_batches(
+                round_, gather_features(hidden, subscription.taps), spans[subscription.id]
+            )
             for subscription in map(self.subscriptions.get, spans)
             if subscription is not None
         }

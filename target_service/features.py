@@ -24,12 +24,12 @@ MAX_UNREAD_BYTES = 256 * 2**20
 
 
 class RowSpan(NamedTuple):
-    """Rows [first_row, first_row + count) of a step: consecutive positions of one sequence."""
+    """Rows [first_row, first_row + num_rows) of a step: consecutive positions of one sequence."""
 
     sequence_id: int
     epoch: int
     start: int
-    count: int
+    num_rows: int
     first_row: int
 
 
@@ -51,7 +51,9 @@ class Subscription:
             size = batch.ByteSize()
             if self.unread_bytes + size > MAX_UNREAD_BYTES:
                 self.dropped_batches += 1
-                log.warning("draft %s does not read its features: %d batches dropped", self.head, self.dropped_batches)
+                log.warning(
+                    "draft %s does not read its features: %d batches dropped", self.head, self.dropped_batches
+                )
                 continue
             self._num_batches += 1
             batch.batch = self._num_batches
@@ -78,7 +80,9 @@ class Subscriptions:
         self._check(request)
         subscription = Subscription(secrets.randbits(64) or 1, request.head, tuple(request.source.taps))
         self._open[subscription.id] = subscription
-        log.info("draft %s subscribed: features over bytes, taps %s", request.head, subscription.taps or "final norm")
+        log.info(
+            "draft %s subscribed: features over bytes, taps %s", request.head, subscription.taps or "final norm"
+        )
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
@@ -108,7 +112,9 @@ class Subscriptions:
         if any(tap > spec.num_layers for tap in source.taps):
             raise invalid_argument("subscribe.source.taps", f"must be at most {spec.num_layers} blocks applied")
         if common_pb2.FEATURE_TRANSPORT_BYTES not in request.transports:
-            raise failed_precondition("NO_COMMON_TRANSPORT", "subscribe.transports: the target offers bytes only")
+            raise failed_precondition(
+                "NO_COMMON_TRANSPORT", "subscribe.transports: the target offers bytes only"
+            )
 
 
 def _mismatch(request: target_pb2.FeatureSubscribe, name: str, theirs: int, ours: int) -> StatusError:
@@ -126,18 +132,18 @@ def make_batches(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> l
     """Cuts the spans of one step into messages of at most MAX_PAYLOAD_BYTES. rows: all rows of the step."""
     limit = max(1, MAX_PAYLOAD_BYTES // (rows.shape[-1] * rows.element_size()))
     pieces = [
-        RowSpan(span.sequence_id, span.epoch, span.start + i, min(limit, span.count - i), span.first_row + i)
+        RowSpan(span.sequence_id, span.epoch, span.start + i, min(limit, span.num_rows - i), span.first_row + i)
         for span in spans
-        for i in range(0, span.count, limit)
+        for i in range(0, span.num_rows, limit)
     ]
     batches: list[list[RowSpan]] = []
     room = 0
     for piece in pieces:
-        if piece.count > room:
+        if piece.num_rows > room:
             batches.append([])
             room = limit
         batches[-1].append(piece)
-        room -= piece.count
+        room -= piece.num_rows
     return [_make_batch(round_, rows, batch) for batch in batches]
 
 
@@ -146,9 +152,9 @@ def _make_batch(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> ta
     row = 0
     for span in spans:
         message.spans.add(
-            sequence_id=span.sequence_id, epoch=span.epoch, start=span.start, count=span.count, row=row
+            sequence_id=span.sequence_id, epoch=span.epoch, start=span.start, count=span.num_rows, row=row
         )
-        row += span.count
-    parts = [rows[span.first_row : span.first_row + span.count] for span in spans]
+        row += span.num_rows
+    parts = [rows[span.first_row : span.first_row + span.num_rows] for span in spans]
     message.rows.CopyFrom(encode_tensor(parts[0] if len(parts) == 1 else torch.cat(parts)))
     return message

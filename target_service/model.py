@@ -13,7 +13,7 @@ from eyas_kernels.attention import StepRows
 from eyas_kernels.checkpoint import Checkpoint, CheckpointError
 from eyas_kernels.kv_cache import PagedKVCache
 from eyas_kernels.layers import AttentionWeights, MLPWeights, attention, mlp
-from eyas_kernels.linear import linear
+from eyas_kernels.linear import linear, pack
 from eyas_kernels.norm import rms_norm
 from eyas_kernels.rope import make_rope
 from target_service.spec import DecoderSpec, read_spec
@@ -38,20 +38,24 @@ class _Block:
 class Decoder:
     """A loaded target model. Its KV lives in the caller's cache, so the model itself has no state."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> None:
         """Loads a Hugging Face folder; `dtype` None keeps the checkpoint's. Raises CheckpointError."""
         checkpoint = Checkpoint(folder)
         self.spec = read_spec(checkpoint)
         self.dtype = dtype or getattr(torch, self.spec.dtype)
         self.device = torch.device(device)
         loader = _Loader(checkpoint, self.spec, self.dtype, self.device)
-        self.embedding = loader.embedding()
-        self.lm_head = self.embedding if self.spec.tied_embeddings else loader.lm_head()
-        self.final_norm = loader.vector("model.norm.weight", self.spec.hidden_size)
+        self._embedding = loader.embedding()
+        self._lm_head = pack(self._embedding if self.spec.tied_embeddings else loader.lm_head())
+        self._final_norm = loader.vector("model.norm.weight", self.spec.hidden_size)
         self._blocks = [loader.block(i) for i in range(self.spec.num_layers)]
         loader.refuse_unknown()
         try:
-            self._rope = make_rope(self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, self.device)
+            self._rope = make_rope(
+                self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, self.device
+            )
         except (ValueError, KeyError) as error:
             raise checkpoint.config.error("rope_scaling", str(error)) from error
 
@@ -72,7 +76,7 @@ class Decoder:
         self, tokens: Sequence[int], step: StepRows, cache: PagedKVCache, taps: frozenset[int] = frozenset()
     ) -> Hidden:
         """Runs tokens [rows], laid out as `step` says, and writes their keys and values into the cache."""
-        x = self.embedding[torch.tensor(tokens, dtype=torch.int64, device=self.device)]
+        x = self._embedding[torch.tensor(tokens, dtype=torch.int64, device=self.device)]
         rotation = self._rope.rotation(step.positions, self.dtype)
         eps = self.spec.rms_norm_eps
         tapped = {}
@@ -84,17 +88,19 @@ class Decoder:
             x = x + mlp(rms_norm(x, block.mlp_norm, eps), block.mlp)
         if len(self._blocks) in taps:
             tapped[len(self._blocks)] = x
-        return Hidden(rms_norm(x, self.final_norm, eps), tapped)
+        return Hidden(rms_norm(x, self._final_norm, eps), tapped)
 
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         """final [rows, hidden] -> float32 [rows, vocab]."""
-        return linear(final, self.lm_head).float()
+        return linear(final, self._lm_head).float()
 
 
 class _Loader:
     """Reads, checks and fuses the tensors of a checkpoint, and knows which ones it has read."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._checkpoint, self._spec = checkpoint, spec
         self._dtype, self._device = dtype, device
         self._names = checkpoint.names()
@@ -117,7 +123,9 @@ class _Loader:
             attention_norm=self.vector(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn."),
             mlp_norm=self.vector(prefix + "post_attention_layernorm.weight", hidden),
-            mlp=MLPWeights(torch.cat(gate_up), self._load(prefix + "mlp.down_proj.weight", (hidden, inner))),
+            mlp=MLPWeights(
+                pack(torch.cat(gate_up)), pack(self._load(prefix + "mlp.down_proj.weight", (hidden, inner)))
+            ),
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
@@ -126,13 +134,15 @@ class _Loader:
         widths = {part: heads * spec.head_dim for part, heads in widths.items()}
         biased = prefix + "q_proj.bias" in self._names
         return AttentionWeights(
-            qkv=torch.cat(
-                [self._load(f"{prefix}{p}_proj.weight", (width, spec.hidden_size)) for p, width in widths.items()]
+            qkv=pack(
+                torch.cat(
+                    [self._load(f"{prefix}{p}_proj.weight", (n, spec.hidden_size)) for p, n in widths.items()]
+                )
             ),
             qkv_bias=torch.cat([self.vector(f"{prefix}{p}_proj.bias", width) for p, width in widths.items()])
             if biased
             else None,
-            out=self._load(prefix + "o_proj.weight", (spec.hidden_size, widths["q"])),
+            out=pack(self._load(prefix + "o_proj.weight", (spec.hidden_size, widths["q"]))),
             out_bias=self._optional_vector(prefix + "o_proj.bias", spec.hidden_size),
             query_norm=self._optional_vector(prefix + "q_norm.weight", spec.head_dim),
             key_norm=self._optional_vector(prefix + "k_norm.weight", spec.head_dim),
@@ -146,7 +156,9 @@ class _Loader:
         """Raises CheckpointError when the checkpoint holds tensors that the model would not use."""
         ignored = {"lm_head.weight"} if self._spec.tied_embeddings else set()
         unknown = [
-            name for name in self._names if name not in self._read | ignored and not name.endswith("rotary_emb.inv_freq")
+            name
+            for name in self._names
+            if name not in self._read | ignored and not name.endswith("rotary_emb.inv_freq")
         ]
         if unknown:
             listed = ", ".join(f"{name} ({self._names[name].file})" for name in sorted(unknown)[:8])

@@ -61,7 +61,9 @@ def load_engine(config: TargetConfig) -> Engine:
     with torch.inference_mode():
         model = Decoder(config.model, None if config.dtype == "auto" else getattr(torch, config.dtype), device)
     if config.context_length > model.spec.context_length:
-        raise EyasError(f"context_length: {config.context_length} is beyond the model's {model.spec.context_length}")
+        raise EyasError(
+            f"context_length: {config.context_length} is beyond the model's {model.spec.context_length}"
+        )
     if config.context_length:
         model.spec = dataclasses.replace(model.spec, context_length=config.context_length)
     num_pages = config.num_pages or pages_that_fit(model.bytes_per_token * config.page_size, device)
@@ -79,7 +81,10 @@ def warm_up(engine: Engine) -> None:
     """One pass of each kind, so that the first request does not pay for what is built on first use."""
     lease = Lease()
     sampling = common_pb2.SamplingParams(temperature=1, top_p=1)
-    blocks = [target_pb2.Block(sequence_id=1, start=start, tokens=[0] * rows, num_scored=1) for start, rows in ((0, 32), (32, 1), (33, 4))]
+    blocks = [
+        target_pb2.Block(sequence_id=1, start=start, tokens=[0] * rows, num_scored=1)
+        for start, rows in ((0, 32), (32, 1), (33, 4))
+    ]
     for round_, block in enumerate(blocks):
         opens = [target_pb2.OpenSequence(sequence_id=1, sampling=sampling)] if round_ == 0 else []
         engine.step(lease, target_pb2.StepRequest(round=round_, opens=opens, blocks=[block]))
@@ -90,7 +95,12 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     """Answers calls on the event loop; everything that computes runs on the one thread of `compute`, in order."""
 
     def __init__(
-        self, engine: Engine, compute: ThreadPoolExecutor, config: TargetConfig, metrics: Metrics, spans: SequenceSpans
+        self,
+        engine: Engine,
+        compute: ThreadPoolExecutor,
+        config: TargetConfig,
+        metrics: Metrics,
+        spans: SequenceSpans,
     ) -> None:
         self._engine = engine
         self._compute = compute

@@ -96,7 +96,7 @@ class _Completions:
         self._tokenizer = tokenizer
 
     async def respond(self, style: Style, body: CompletionBase, request: Request) -> Response:
-        """A whole answer or a stream of chunks. An error before the first delta has a status of its own."""
+        """A whole answer or a stream of chunks. An error before the first chunk has a status of its own."""
         card, tokenizer = self._generator.card, self._tokenizer()
         requests = await self._resolve(body, request, card, tokenizer)
         answer = Answer(
@@ -109,8 +109,8 @@ class _Completions:
         )
         deltas: Deltas = merged([self._generator.generate(resolved) for resolved in requests])
         if body.stream:
-            first = await until_disconnect(request.receive, anext(deltas))
-            return EventStream(_events(answer, first, deltas))
+            events = _events(answer, deltas)
+            return EventStream(await until_disconnect(request.receive, anext(events)), events)
         whole = await until_disconnect(request.receive, _whole(answer, deltas))
         return Response(orjson.dumps(whole), media_type="application/json")
 
@@ -138,15 +138,18 @@ async def _whole(answer: Answer, deltas: Deltas) -> dict[str, Any]:
     return answer.body()
 
 
-async def _events(answer: Answer, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-    """Server-sent events, those of one delta together. After the status is out, an error is an event."""
+async def _events(answer: Answer, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, those of one delta together. Once the status is out, an error is an event too."""
+    begun = False
     try:
         async with aclosing(deltas):
-            yield _encode(answer.chunks(*first))
             async for index, delta in deltas:
                 if chunks := answer.chunks(index, delta):
+                    begun = True
                     yield _encode(chunks)
     except Exception as error:
+        if not begun:
+            raise
         if not isinstance(error, GenerationError):
             log.exception("a stream failed")
         yield _encode([as_api_error(error).body])

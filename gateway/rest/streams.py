@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -33,14 +33,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task, gone)
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What all streams yield, as it comes, with the stream's index. Closes them all however it ends."""
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What all streams yield, as it comes, with the stream's index. When it ends, however it ends, none of them
+    is left running."""
     ready: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
 
-    async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
-        async with aclosing(stream):
-            async for item in stream:
-                ready.put_nowait((index, item))
+    async def read(index: int, stream: AsyncIterator[T]) -> None:
+        async for item in stream:
+            ready.put_nowait((index, item))
 
     readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     for reader in readers:
@@ -59,27 +59,30 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 class EventStream(Response):
-    """Sends `events` (complete server-sent events) as they come; closes them if the client hangs up."""
+    """Sends server-sent events, whole ones, as they come: `first`, which was waited for so that the status is
+    known, and the rest of `events`, which it closes if the client hangs up."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._first = first
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        with suppress(ClientGone):
-            await until_disconnect(receive, self._send(send))
+        async with aclosing(self._events):
+            with suppress(ClientGone):
+                await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -6,6 +6,7 @@ zeros behind the last key, so a row's result does not depend on the rows and seq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from eyas_kernels.kv_cache import SINK_PAGE
 SHORT_BLOCK = 16
 """Blocks of at most this many rows are attended together, padded to the longest; longer ones one by one."""
 
+VECTOR = 16
+"""Keys come in whole vectors of the CPU: softmax sums a shorter rest in another order."""
 
 FLOAT32_KEYS = 64
 """Keys that a float32 product on the CPU sums at a time: beyond about 200 its order of sums depends on their number."""
@@ -37,7 +40,9 @@ class _Group:
 
     pages: torch.Tensor  # int64 [blocks, pages]
     mask: torch.Tensor  # float32 [blocks, 1, rows, 1, keys]: 0 where the row may look, -inf elsewhere
-    gather: torch.Tensor | None  # int64 [blocks * rows]: the step's row of each padded row; None when nothing moves
+    gather: (
+        torch.Tensor | None
+    )  # int64 [blocks * rows]: the step's row of each padded row; None when nothing moves
     scatter: torch.Tensor | None  # int64 [rows in the group]: the padded row of each real row
     first_row: int
     num_rows: int
@@ -85,6 +90,7 @@ def _plan_group(
 ) -> _Group:
     rows = max(block.num_rows for block in blocks)
     num_pages = max(-(-(block.start + block.num_rows) // page_size) for block in blocks)
+    num_pages += -num_pages % (VECTOR // math.gcd(VECTOR, page_size))
     pages = [(list(block.pages[:num_pages]) + [SINK_PAGE] * num_pages)[:num_pages] for block in blocks]
     starts = torch.tensor([block.start for block in blocks], device=device)
     position = (starts[:, None] + torch.arange(rows, device=device))[..., None]  # [blocks, rows, 1]
@@ -96,7 +102,9 @@ def _plan_group(
     num_rows = sum(block.num_rows for block in blocks)
     gather = scatter = None
     if num_rows != len(blocks) * rows:
-        step_row, gather_list, scatter_list = first_row, [], []
+        gather_list: list[int] = []
+        scatter_list: list[int] = []
+        step_row = first_row
         for index, block in enumerate(blocks):
             # Padding repeats the block's last row: valid work whose result nobody reads.
             gather_list += [step_row + min(i, block.num_rows - 1) for i in range(rows)]
@@ -105,7 +113,12 @@ def _plan_group(
         gather = torch.tensor(gather_list, device=device)
         scatter = torch.tensor(scatter_list, device=device)
     return _Group(
-        torch.tensor(pages, dtype=torch.int64, device=device), mask[:, None, :, None], gather, scatter, first_row, num_rows
+        torch.tensor(pages, dtype=torch.int64, device=device),
+        mask[:, None, :, None],
+        gather,
+        scatter,
+        first_row,
+        num_rows,
     )
 
 

@@ -19,7 +19,7 @@ class DeviceError(EyasError):
 
 
 def pick_device(name: str) -> torch.device:
-    """"auto" is the first GPU if there is one. Raises DeviceError."""
+    """ "auto" is the first GPU if there is one. Raises DeviceError."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

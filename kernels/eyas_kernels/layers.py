@@ -8,7 +8,7 @@ import torch
 
 from eyas_kernels.activation import silu_mul
 from eyas_kernels.attention import StepRows, paged_attention, write_kv
-from eyas_kernels.linear import linear
+from eyas_kernels.linear import Weight, linear
 from eyas_kernels.norm import rms_norm
 from eyas_kernels.rope import Rotation, rotate_
 
@@ -17,9 +17,9 @@ from eyas_kernels.rope import Rotation, rotate_
 class AttentionWeights:
     """Weights of one attention. `qkv` is [(num_heads + 2 * num_kv_heads) * head_dim, in]: queries, keys, values."""
 
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
-    out: torch.Tensor
+    out: Weight
     out_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [head_dim], Qwen3
     key_norm: torch.Tensor | None
@@ -33,8 +33,8 @@ class AttentionWeights:
 class MLPWeights:
     """Weights of a SwiGLU MLP. `gate_up` is [2 * intermediate, in], gate first."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
 
 def attention(

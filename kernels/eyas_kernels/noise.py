@@ -15,7 +15,9 @@ class Purpose(enum.IntEnum):
     TOKEN = 0
 
 
-def exponential_noise(seed: int, choice: int, position: int, size: int, purpose: Purpose = Purpose.TOKEN) -> torch.Tensor:
+def exponential_noise(
+    seed: int, choice: int, position: int, size: int, purpose: Purpose = Purpose.TOKEN
+) -> torch.Tensor:
     """float32 [size] of independent Exp(1) numbers for the token at `position`; entry i belongs to token id i.
 
     Philox 4x64-10 (Salmon et al., 2011), keyed by (seed, choice), counted from (0, position, purpose). With
@@ -23,7 +25,8 @@ def exponential_noise(seed: int, choice: int, position: int, size: int, purpose:
     winners of a Gumbel-max draw.
     """
     generator = np.random.Philox(
-        key=np.array([seed, choice], dtype=np.uint64), counter=np.array([0, position, purpose, 0], dtype=np.uint64)
+        key=np.array([seed, choice], dtype=np.uint64),
+        counter=np.array([0, position, purpose, 0], dtype=np.uint64),
     )
     bits = generator.random_raw(-(-size // 2)).view(np.uint32)[:size]
     uniform = torch.from_numpy(bits).to(torch.float32).add_(0.5).mul_(2.0**-32)

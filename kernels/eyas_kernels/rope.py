@@ -60,5 +60,5 @@ def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
-    kept_share = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    kept_share: torch.Tensor = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     return kept_share * inv_freq + (1 - kept_share) * inv_freq / factor

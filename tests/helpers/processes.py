@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -40,10 +41,9 @@ def python(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subpr
         process.communicate()
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Reads the process's standard output up to the line that has `text`; that line."""
-    assert process.stdout is not None
-    for line in process.stdout:
+def read_until(process: subprocess.Popen[str], text: str, stream: IO[str] | None = None) -> str:
+    """Reads the process's standard output, or `stream`, up to the line that has `text`; that line."""
+    for line in stream or process.stdout or ():
         if text in line:
             return line
     raise AssertionError(f"the process ended without saying {text!r}")

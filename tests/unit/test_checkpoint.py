@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from eyas_kernels.checkpoint import Checkpoint, CheckpointError
 from torch import Tensor
 
+from eyas_kernels.checkpoint import Checkpoint, CheckpointError
 from tests.helpers.tiny_models import write_checkpoint
 
 TENSORS = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ from eyas.options import arguments
 from tests.helpers.processes import ROOT, free_port
 
 COMMANDS = ("up", "target", "draft", "gateway", "chat", "demo", "version")
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """The commands set up logging for a process of their own."""
+    root, eyas = logging.getLogger(), logging.getLogger("eyas")
+    before = root.handlers[:], root.level, eyas.level
+    yield
+    root.handlers[:], root.level, eyas.level = before
 
 
 def eyas(*words: str, **environ: str) -> tuple[int, str, str]:

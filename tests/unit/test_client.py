@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,6 +18,7 @@ from eyas.client.render import Painter, one_line, paint, table
 from eyas.client.rest import Client, Piece, RestError, Settings, Summary
 from gateway.request import QueueFull
 from tests.helpers.fake_engine import ANSWER
+from tests.helpers.processes import ROOT
 from tests.helpers.rest_gateway import HELLO, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -206,3 +209,26 @@ class TestConversation:
         await asyncio.to_thread(conversation.take, "two")
         assert "error: the round went wrong" in shown(console)
         assert "one" not in gateway.tokenizer().decode(list(gateway.engine.requests[1].prompt_ids))
+
+    async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(self, gateway: Gateway) -> None:
+        gateway.engine.hang_at = 1
+        chat = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "eyas", "chat", "--url", gateway.url),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write(b"one\n")
+        # The legend-free answer begins with what the first round brought.
+        await chat.stdout.readuntil(b"Hel")
+        chat.send_signal(signal.SIGINT)
+        await gateway.engine.wait_for(num_open=0)
+        gateway.engine.hang_at = None
+        output, _ = await chat.communicate(b"two\n/quit\n")
+        assert chat.returncode == 0
+        assert output.count(b"tokens/s") == 1
+        # What had come of the stopped answer stays in the conversation.
+        second = gateway.tokenizer().decode(list(gateway.engine.requests[1].prompt_ids))
+        assert second.index("one") < second.index("Hel") < second.index("two")

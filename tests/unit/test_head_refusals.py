@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from eyas_kernels.checkpoint import CheckpointError
 from torch import Tensor
 
 from draft_service.checkpoint import read_head
 from draft_service.head_spec import TargetShape
+from eyas_kernels.checkpoint import CheckpointError
 from tests.helpers.tiny_heads import head_config, head_layout, vocabulary_map
 from tests.helpers.tiny_models import make_head, make_target, write_checkpoint
 

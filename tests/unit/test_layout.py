@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,7 +161,7 @@ def closure(wanted: list[str]) -> set[str]:
     return found
 
 
-def modules_of(distributions: set[str]) -> set[str]:
+def modules_of(distributions: Set[str]) -> set[str]:
     """Names under which these distributions are imported."""
     providers = importlib.metadata.packages_distributions().items()
     return {module for module, of in providers if distributions & set(map(canonicalize_name, of))}

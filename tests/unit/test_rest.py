@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import openai
 import pytest
 
-from tests.helpers.fake_engine import ANSWER, FakeEngine
+from tests.helpers.fake_engine import ANSWER, CARD, FakeEngine
 from tests.helpers.rest_gateway import HELLO, Gateway, error_of, events
-from tests.helpers.tiny_tokenizer import IM_END, tiny_tokenizer_files
+from tests.helpers.tiny_tokenizer import IM_END, IM_START, tiny_tokenizer_files
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ["tests.helpers.rest_fixtures"]
@@ -140,6 +141,26 @@ async def test_defaults(gateway: Gateway) -> None:
     assert responses[0].headers["x-request-id"] == first.request_id != second.request_id
 
 
+async def test_a_chat_gets_no_second_bos(gateway: Gateway) -> None:
+    """The template writes its own; plain text has the tokenizer's."""
+    files = tiny_tokenizer_files()
+    spec = json.loads(files["tokenizer.json"])
+    bos = {"id": "<|im_start|>", "ids": [IM_START], "tokens": ["<|im_start|>"]}
+    single = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": {"<|im_start|>": bos},
+    }
+    gateway.engine = FakeEngine(tokenizer_files=files | {"tokenizer.json": json.dumps(spec).encode()})
+    await gateway.post({"messages": HELLO})
+    await gateway.post({"prompt": "hi"}, "/v1/completions")
+    chat, plain = (request.prompt_ids for request in gateway.engine.requests)
+    assert chat[:2] == (IM_START, ord("u"))
+    assert plain == (IM_START, *b"hi")
+
+
 async def test_text_parts_and_names_reach_the_template(gateway: Gateway) -> None:
     files = tiny_tokenizer_files()
     config = {"chat_template": "{{ messages[0].name }}:{{ messages[0].content }}"}
@@ -210,6 +231,13 @@ async def test_provenance_of_every_token(gateway: Gateway, stream: bool) -> None
         ends = [i % 4 == 3 or i == len(ids) - 1 for i in range(len(ids))]
         assert [token["source"] for token in mine] == ["target" if end else "draft" for end in ends]
         assert "".join(token["text"] for token in mine) == f"{ANSWER}{index}"
+
+
+async def test_a_stop_token_that_has_text_shows_none(gateway: Gateway) -> None:
+    gateway.engine.served = dataclasses.replace(CARD, eos_token_ids=frozenset(b","))
+    answer = (await gateway.post({"messages": HELLO, "eyas": {"provenance": True}})).json()
+    assert answer["choices"][0]["message"]["content"] == "Hello"
+    assert [token["text"] for token in answer["eyas"]["tokens"]] == [*"Hello", ""]
 
 
 async def test_chunks_without_text_are_left_out(gateway: Gateway) -> None:

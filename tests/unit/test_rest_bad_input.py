@@ -46,6 +46,7 @@ BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"model": 5}, "model"),
     ({"eyas": {"speculate": True}}, "eyas.speculate"),
+    ({"eyas": {"\ud83d": True}}, "eyas"),
     ({"eyas": {"num_draft_tokens": 9}}, "eyas.num_draft_tokens"),
     ({"eyas": {"num_draft_tokens": -1}}, "eyas.num_draft_tokens"),
     ({"eyas": {"num_draft_tokens": "3"}}, "eyas.num_draft_tokens"),

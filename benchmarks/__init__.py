@@ -1,0 +1,1 @@
+"""What README's numbers come from; each script says what it measures and prints where it ran."""
