@@ -53,7 +53,7 @@ test: $(READY) ## Run the tests
 
 .PHONY: bench
 bench: $(READY) ## Measure against transformers on this CPU
-	@$(BIN)/python benchmarks/cpu.py $(ARGS)
+	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 .PHONY: lint
 lint: $(READY) ## Check style, types and protos

@@ -65,6 +65,7 @@ class Answer:
     seconds: float
     speculation: dict[str, Any]
     times_ms: dict[str, float]
+    tokens: list[dict[str, Any]]  # with provenance only: id, source and round of each
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,13 +79,15 @@ class Client:
     def __init__(self, url: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
 
-    async def ask(self, prompt: str, max_tokens: int, num_draft_tokens: int) -> Answer:
+    async def ask(
+        self, prompt: str, max_tokens: int, num_draft_tokens: int, provenance: bool = False
+    ) -> Answer:
         """One chat answer at temperature 0."""
         body = {
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": max_tokens,
-            "eyas": {"num_draft_tokens": num_draft_tokens},
+            "eyas": {"num_draft_tokens": num_draft_tokens, "provenance": provenance},
         }
         began = time.perf_counter()
         response = await self._http.post("/v1/chat/completions", json=body)
@@ -97,6 +100,7 @@ class Client:
             seconds,
             answer["eyas"]["speculation"],
             answer["eyas"]["times_ms"],
+            answer["eyas"].get("tokens", []),
         )
 
     async def __aenter__(self) -> Client:

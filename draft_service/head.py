@@ -60,7 +60,7 @@ class Head:
             self._rope = make_rope(
                 self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, self.device
             )
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{folder / 'config.json'}: rope_scaling {error}") from error
 
     @property

@@ -88,10 +88,7 @@ def read_spec(checkpoint: Checkpoint, target: TargetShape, rope_theta: float | N
     _refuse_foreign(checkpoint, config)
     kind = _kind(checkpoint)
     hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
+    num_heads, num_kv_heads, head_dim = config.heads(hidden_size)
     theta, scaling = config.rope(DEFAULT_ROPE_THETA)
     vocab_size = _fitting(config, "vocab_size", target.vocab_size)
     return HeadSpec(
@@ -101,7 +98,7 @@ def read_spec(checkpoint: Checkpoint, target: TargetShape, rope_theta: float | N
         intermediate_size=config.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, hidden_size, num_heads),
+        head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps"),
         vocab_size=vocab_size,
         draft_vocab_size=_draft_vocab_size(config, kind, vocab_size),
@@ -159,12 +156,6 @@ def _target_hidden_size(config: Config, kind: HeadKind, target: TargetShape) -> 
     if kind == "eagle1" or not config.has("target_hidden_size"):
         return _fitting(config, "hidden_size", target.hidden_size)
     return _fitting(config, "target_hidden_size", target.hidden_size)
-
-
-def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
-    if not config.has("head_dim") and hidden_size % num_heads:
-        raise config.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size")
-    return config.integer("head_dim", hidden_size // num_heads)
 
 
 def _draft_vocab_size(config: Config, kind: HeadKind, vocab_size: int) -> int:

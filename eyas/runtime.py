@@ -1,4 +1,4 @@
-"""Process matters: stop signals, death with the parent, and threads that do not spin."""
+"""Process matters: stop signals, death with the parent, and how long waiting threads spin."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import signal
 from collections.abc import Callable, Iterator
 
 _PR_SET_PDEATHSIG = 1
-_OPENMP = {
-    "GOMP_SPINCOUNT": "10000",
-    "KMP_BLOCKTIME": "0",
-}  # GNU's (a count of turns) and Intel's (milliseconds)
+# GNU's (a count of turns) and Intel's (milliseconds).
+_OPENMP = {"GOMP_SPINCOUNT": "40000", "KMP_BLOCKTIME": "0"}
 
 
 @contextlib.contextmanager
@@ -54,7 +52,7 @@ async def run_until(stop: asyncio.Event, work: asyncio.Future[None]) -> bool:
 
 
 def passive_openmp() -> None:
-    """Has the OpenMP threads of this process spin for about 0.1 ms and then sleep; to be set before torch is imported.
+    """Has OpenMP's threads spin for about 0.4 ms and then sleep; to be called before torch is imported.
 
     Target and draft compute in turns on the same cores: spinning threads of one would take them from the other.
     Sleeping at once is no better: a pass has hundreds of parallel parts, and each would begin with a wake-up.

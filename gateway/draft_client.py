@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -30,17 +31,17 @@ class DraftClient:
         self.address = address
         self.info: draft_pb2.GetDraftInfoResponse | None = None
         self.attachment = 0  # number of the stream; what an earlier one held is gone
+        self.on_late_answer: Callable[[], None] = lambda: None
         self._timeout = timeout
         self._channel = open_channel(address)
         self._stub: Any = draft_pb2_grpc.DraftServiceStub(self._channel)
         self._stream: Any = None
-        self._pending: asyncio.Task[Answer] | None = None
-        self._detached = asyncio.Event()
+        self._pending: asyncio.Task[Answer | None] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether a message may be sent now."""
-        return self.info is not None and self._pending is None
+        """Whether a message may be sent, once the answer to the last one is taken."""
+        return self.info is not None and (self._pending is None or self._pending.done())
 
     async def keep_attached(self) -> None:
         """Attaches, and attaches again whenever the draft comes back; says so in the log."""
@@ -49,9 +50,10 @@ class DraftClient:
             try:
                 info = await self._attach()
                 log.info("draft %s attached at %s", info.head, self.address)
-                await self._detached.wait()
-                said = "it went away"
-                log.warning("draft at %s is away: rounds go on without it until it returns", self.address)
+                # Known once the stream has ended.
+                said = await self._stream.details() or "it ended the stream"
+                self._detach()
+                log.warning("draft at %s is away: %s; rounds go on without it", self.address, said)
             except grpc.aio.AioRpcError as error:
                 if (reason := describe(error)) != said:
                     log.warning("draft at %s is away: %s", self.address, reason)
@@ -60,10 +62,11 @@ class DraftClient:
 
     async def propose(self, request: draft_pb2.ProposeRequest) -> Answer | None:
         """Sends a message and waits for its answer; None when the draft is late or gone."""
-        self._pending = asyncio.create_task(self._exchange(request))
-        await asyncio.wait((self._pending,), timeout=self._timeout)
-        if self._pending is not None and not self._pending.done():
+        self._pending = pending = asyncio.create_task(self._exchange(request))
+        await asyncio.wait((pending,), timeout=self._timeout)
+        if not pending.done():
             log.warning("draft at %s is late: rounds go on without it", self.address)
+            pending.add_done_callback(lambda _: self.on_late_answer())
         return self.take_answer()
 
     def take_answer(self) -> Answer | None:
@@ -71,10 +74,15 @@ class DraftClient:
         if self._pending is None or not self._pending.done():
             return None
         task, self._pending = self._pending, None
-        if task.cancelled() or task.exception() is not None:
+        answer = None if task.cancelled() else task.result()
+        if answer is None:
             self._detach()
-            return None
-        return task.result()
+        return answer
+
+    def reject(self, fault: str) -> None:
+        """Ends the stream of a draft that breaks the contract."""
+        log.error("draft at %s breaks the contract: %s", self.address, fault)
+        self._detach()
 
     async def close(self) -> None:
         """Ends the stream, and with it every sequence at the draft."""
@@ -86,8 +94,6 @@ class DraftClient:
             draft_pb2.GetDraftInfoRequest(), timeout=INFO_SECONDS
         )
         self._stream = self._stub.Propose()
-        self._stream.add_done_callback(lambda _: self._detach())
-        self._detached.clear()
         self.attachment += 1
         self.info = info
         return info
@@ -96,14 +102,22 @@ class DraftClient:
         self.info = None
         if self._pending is not None:
             self._pending.cancel()
+            self._pending = None
         if self._stream is not None:
             self._stream.cancel()
-        self._detached.set()
 
-    async def _exchange(self, request: draft_pb2.ProposeRequest) -> Answer:
+    async def _exchange(self, request: draft_pb2.ProposeRequest) -> Answer | None:
+        """None when the stream has ended."""
         began = time.perf_counter()
-        await self._stream.write(request)
-        response = await self._stream.read()
+        try:
+            await self._stream.write(request)
+            response = await self._stream.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return None
         if response is grpc.aio.EOF:
-            raise ConnectionError("the draft ended the stream")
+            return None
         return response, Exchange(began, time.perf_counter() - began, response.timing.compute_us * 1e-6)
+
+
+def _reason(error: BaseException) -> str:
+    return describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -62,6 +62,7 @@ class Engine:
         self._scheduler = Scheduler(config.max_sequences, config.prefill_rows)
         self._served: Served | None = None
         self._wake = asyncio.Event()
+        drafting.on_late_answer(self._wake.set)
         self._round = 0
         self._round_ended = 0.0
 
@@ -90,8 +91,8 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yields a delta a round. Raises QueueFull, TargetUnavailable."""
         card = self.card
-        if len(self._scheduler.waiting) >= self._config.max_queue:
-            raise QueueFull(f"{self._config.max_queue} requests are waiting already")
+        if self.num_running + self.num_waiting >= self._config.max_sequences + self._config.max_queue:
+            raise QueueFull(f"{self.num_running} requests are running and {self.num_waiting} waiting already")
         sequence = new_sequence(request, self.tokenizer(), card.eos_token_ids)
         self._observer.request_began(sequence, card.model)
         self._scheduler.waiting.append(sequence)
@@ -152,6 +153,11 @@ class Engine:
             except TargetUnavailable as error:
                 log.error("%s", error)
                 self._fail_all(error)
+            except Exception:
+                # A fault of ours must not leave every client waiting: these requests fail, and a new stream frees
+                # what the services hold for them.
+                log.exception("round %d failed", self._round)
+                self._fail_all(GenerationError("internal error: the round failed"))
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _connect(self) -> Served:
@@ -161,7 +167,7 @@ class Engine:
         return self._served
 
     async def _wait_for_work(self) -> None:
-        while not self._scheduler.has_work:
+        while not (self._scheduler.has_work or self._drafting.has_work):
             self._wake.clear()
             self._observer.flush()
             await self._wake.wait()
@@ -171,11 +177,18 @@ class Engine:
         """plan -> draft -> verify -> accept and commit."""
         began = self._round_ended
         self._round += 1
-        shares = self._scheduler.plan(served.free_pages, served.info.page_size)
+        info = served.info
+        shares = self._scheduler.plan(served.free_pages, info.page_size, info.max_rows)
         closes = self._scheduler.take_closes()
         if not shares and not closes:
             await asyncio.sleep(FULL_SECONDS)
-        drafted = await self._drafting.propose(self._round, [share.sequence for share in shares], closes)
+        drafted = await self._drafting.propose(
+            self._round,
+            [share.sequence for share in shares],
+            closes,
+            room=info.max_rows - sum(share.num_fed for share in shares),
+            vocab_size=info.vocab_size,
+        )
         request = self._step_request(shares, closes)
         response, verified = await self._target.step(request, while_waiting=self._observer.flush)
         self._round_ended = time.perf_counter()
@@ -246,9 +259,9 @@ class Engine:
         stats = sequence.stats() if finished else None
         sequence.deltas.put_nowait(Delta(committed.tokens, committed.text, committed.finish_reason, stats))
 
-    def _fail_all(self, error: TargetUnavailable) -> None:
+    def _fail_all(self, error: GenerationError) -> None:
         self._served = None
-        for sequence in self._scheduler.clear():
+        for sequence in self._scheduler.drop_all():
             sequence.deltas.put_nowait(error)
 
 

@@ -42,7 +42,7 @@ class Metrics:
             ["position"],
             registry=registry,
         )
-        self._prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens computed", registry=registry)
+        self._prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens computed, again after a preemption", registry=registry)
         self._generated = Counter("eyas_generation_tokens", "Tokens committed", registry=registry)
         self._finished = Counter("eyas_requests", "Requests by how they ended", ["reason"], registry=registry)
         self._first_token = Histogram(
@@ -78,8 +78,8 @@ class Metrics:
 
     def _block_ended(self, block: SequenceRecord) -> None:
         self._generated.inc(block.num_committed)
-        if block.num_fed > 1 or not block.num_committed:
-            self._prompt_tokens.inc(block.num_fed)
+        num_prompt_tokens = len(block.sequence.request.prompt_ids)
+        self._prompt_tokens.inc(max(0, min(block.num_fed, num_prompt_tokens - block.start)))
         if block.num_drafts:
             self._drafts.inc()
             self._draft_tokens.inc(block.num_drafts)

@@ -42,14 +42,14 @@ class Scheduler:
         """Whether a round has anything to do."""
         return bool(self.running or self.waiting or self._closes)
 
-    def plan(self, free_pages: int, page_size: int) -> list[Share]:
-        """Drops what was cancelled, admits what fits, and shares the round out: every sequence that decodes, then
-        prompts, oldest first, up to the budget of prompt rows."""
+    def plan(self, free_pages: int, page_size: int, max_rows: int) -> list[Share]:
+        """Drops what was cancelled, admits what fits, and shares the `max_rows` of the round out: every sequence
+        that decodes, then prompts up to their budget; oldest first."""
         self._drop_cancelled()
         self._admit(free_pages, page_size)
-        decoding = [Share(s, 1) for s in self.running if s.num_uncomputed == 1]
+        decoding = [Share(s, 1) for s in self.running if s.num_uncomputed == 1][:max_rows]
         prompts = []
-        budget = self._prompt_rows
+        budget = min(self._prompt_rows, max_rows - len(decoding))
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and budget:
                 prompts.append(Share(sequence, min(sequence.num_uncomputed, budget)))
@@ -75,12 +75,12 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         return sequence
 
-    def clear(self) -> list[Sequence]:
-        """Forgets everything, and returns the sequences that were waiting or running."""
+    def drop_all(self) -> list[Sequence]:
+        """Takes every sequence out, and returns them."""
         sequences = [*self.running, *self.waiting]
-        self.running.clear()
+        for sequence in list(self.running):
+            self.retire(sequence)
         self.waiting.clear()
-        self._closes.clear()
         return sequences
 
     def _drop_cancelled(self) -> None:

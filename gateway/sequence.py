@@ -81,7 +81,7 @@ class Sequence:
             num_drafts=self.num_drafts,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.commit.num_accepted_tokens,
-            queue_seconds=self.started_at - self.queued_at,
+            queue_seconds=(self.started_at or time.perf_counter()) - self.queued_at,
             times=self.times,
         )
 

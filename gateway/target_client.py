@@ -29,6 +29,7 @@ class TargetClient:
         """Waits until the target answers, and opens a step stream. Returns the target's description and the files
         of its tokenizer by name. Raises TargetUnavailable when it goes away meanwhile."""
         files: dict[str, bytes] = {}
+        self._end_stream()
         try:
             info = await self._stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), wait_for_ready=True)
             async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
@@ -57,9 +58,12 @@ class TargetClient:
 
     async def close(self) -> None:
         """Ends the stream, and with it every sequence at the target."""
+        self._end_stream()
+        await self._channel.close()
+
+    def _end_stream(self) -> None:
         if self._steps is not None:
             self._steps.cancel()
-        await self._channel.close()
 
     def _lost(self, reason: str) -> TargetUnavailable:
         return TargetUnavailable(f"the target at {self.address} is not available: {reason}")

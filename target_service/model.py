@@ -56,8 +56,8 @@ class Decoder:
             self._rope = make_rope(
                 self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, self.device
             )
-        except (ValueError, KeyError) as error:
-            raise checkpoint.config.error("rope_scaling", str(error)) from error
+        except ValueError as error:
+            raise checkpoint.config.error(checkpoint.config.rope_key, str(error)) from error
 
     @property
     def bytes_per_token(self) -> int:
@@ -132,7 +132,7 @@ class _Loader:
         spec = self._spec
         widths = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
         widths = {part: heads * spec.head_dim for part, heads in widths.items()}
-        biased = prefix + "q_proj.bias" in self._names
+        biased, normed = prefix + "q_proj.bias" in self._names, prefix + "q_norm.weight" in self._names
         return AttentionWeights(
             qkv=pack(
                 torch.cat(
@@ -144,8 +144,8 @@ class _Loader:
             else None,
             out=pack(self._load(prefix + "o_proj.weight", (spec.hidden_size, widths["q"]))),
             out_bias=self._optional_vector(prefix + "o_proj.bias", spec.hidden_size),
-            query_norm=self._optional_vector(prefix + "q_norm.weight", spec.head_dim),
-            key_norm=self._optional_vector(prefix + "k_norm.weight", spec.head_dim),
+            query_norm=self.vector(prefix + "q_norm.weight", spec.head_dim) if normed else None,
+            key_norm=self.vector(prefix + "k_norm.weight", spec.head_dim) if normed else None,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

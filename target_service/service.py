@@ -91,6 +91,16 @@ def warm_up(engine: Engine) -> None:
     engine.release(lease)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A step that has been computed, in `seconds`."""
+
+    request: target_pb2.StepRequest
+    response: target_pb2.StepResponse
+    outcome: StepOutcome
+    seconds: float
+
+
 class TargetService(target_pb2_grpc.TargetServiceServicer):
     """Answers calls on the event loop; everything that computes runs on the one thread of `compute`, in order."""
 
@@ -130,37 +140,44 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     ) -> AsyncIterator[target_pb2.StepResponse]:
         lease = Lease()
 
-        async def submit(request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+        async def submit(request: target_pb2.StepRequest) -> _Done:
             return await self._step(lease, request)
 
         try:
-            async with aclosing(pipelined(request_iterator, submit)) as responses:
-                async for response in responses:
-                    yield response
+            async with aclosing(pipelined(request_iterator, submit)) as steps:
+                async for done in steps:
+                    yield done.response
+                    # The response goes first: its way to the draft, through the gateway, is the longer one.
+                    self._publish(done)
         finally:
             # Behind whatever still computes for this stream, so that no page is freed under it.
             self._compute.submit(self._engine.release, lease)
             self._spans.end(list(lease.sequences))
 
-    async def _step(self, lease: Lease, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+    async def _step(self, lease: Lease, request: target_pb2.StepRequest) -> _Done:
         received = time.perf_counter()
         loop = asyncio.get_running_loop()
         outcome, began, ended = await loop.run_in_executor(self._compute, self._timed_step, lease, request)
-        for subscription_id, batches in outcome.batches.items():
-            if (subscription := self._subscriptions.get(subscription_id)) is not None:
-                subscription.offer(batches)
-        self._spans.update(request.opens, (close.sequence_id for close in request.closes))
-        self._metrics.observe_step(request, ended - began)
-        return target_pb2.StepResponse(
+        timing = common_pb2.ServiceTiming(
+            queue_us=round((began - received) * 1e6),
+            compute_us=round((ended - began) * 1e6),
+            total_us=round((time.perf_counter() - received) * 1e6),
+        )
+        response = target_pb2.StepResponse(
             round=request.round,
             results=outcome.results,
             free_pages=self._engine.allocator.num_free,
-            timing=common_pb2.ServiceTiming(
-                queue_us=round((began - received) * 1e6),
-                compute_us=round((ended - began) * 1e6),
-                total_us=round((time.perf_counter() - received) * 1e6),
-            ),
+            timing=timing,
         )
+        return _Done(request, response, outcome, ended - began)
+
+    def _publish(self, done: _Done) -> None:
+        """Sends the features of a step on their way, and counts it."""
+        for subscription_id, batches in done.outcome.batches.items():
+            if (subscription := self._subscriptions.get(subscription_id)) is not None:
+                subscription.offer(batches)
+        self._spans.update(done.request.opens, (close.sequence_id for close in done.request.closes))
+        self._metrics.observe_step(done.request, done.seconds)
 
     def _timed_step(self, lease: Lease, request: target_pb2.StepRequest) -> tuple[StepOutcome, float, float]:
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any
 from eyas_kernels.checkpoint import Checkpoint, Config, read_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class DecoderSpec:
     rope_scaling: dict[str, Any] | None
     tied_embeddings: bool
     sliding_window: int | None
-    dtype: str  # as stored: "float32", "bfloat16" or "float16"
+    dtype: str  # as stored, one of DTYPES
     eos_token_ids: tuple[int, ...]
 
 
@@ -41,7 +42,8 @@ def read_spec(checkpoint: Checkpoint) -> DecoderSpec:
         raise config.error("hidden_act", f"is {activation!r}, but only silu is supported")
     if config.flag("mlp_bias", False):
         raise config.error("mlp_bias", "is true, but biases in the MLP are not supported")
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    num_heads, num_kv_heads, head_dim = config.heads(hidden_size)
     rope_theta, rope_scaling = config.rope(10000.0)
     return DecoderSpec(
         architecture=architecture,
@@ -49,8 +51,8 @@ def read_spec(checkpoint: Checkpoint) -> DecoderSpec:
         intermediate_size=config.integer("intermediate_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         context_length=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
@@ -58,7 +60,7 @@ def read_spec(checkpoint: Checkpoint) -> DecoderSpec:
         rope_scaling=rope_scaling,
         tied_embeddings=config.flag("tie_word_embeddings", False),
         sliding_window=_sliding_window(config, architecture),
-        dtype=config.text("dtype", config.text("torch_dtype", "bfloat16")),
+        dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(checkpoint),
     )
 
@@ -79,13 +81,22 @@ def _sliding_window(config: Config, architecture: str) -> int | None:
     return None
 
 
+def _dtype(config: Config) -> str:
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    if (dtype := config.text(key, "bfloat16")) not in DTYPES:
+        raise config.error(key, f"is {dtype!r}, but one of {', '.join(DTYPES)} is needed")
+    return dtype
+
+
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Every id that ends a generation: generation_config.json may list more than config.json, and either counts."""
-    sources = [checkpoint.config.values]
+    sources = [checkpoint.config]
     if (generation := checkpoint.folder / "generation_config.json").exists():
-        sources.append(read_json(generation))
+        sources.append(Config(read_json(generation), generation))
     ids: set[int] = set()
     for source in sources:
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        if isinstance(source.values.get("eos_token_id"), list):
+            ids.update(source.integers("eos_token_id"))
+        elif source.has("eos_token_id"):
+            ids.add(source.integer("eos_token_id", at_least=0))
     return tuple(sorted(ids))

@@ -44,6 +44,7 @@ class _Group:
         torch.Tensor | None
     )  # int64 [blocks * rows]: the step's row of each padded row; None when nothing moves
     scatter: torch.Tensor | None  # int64 [rows in the group]: the padded row of each real row
+    ends: tuple[int, ...]  # keys of each block; what its pages hold behind them is somebody's past
     first_row: int
     num_rows: int
 
@@ -117,6 +118,7 @@ def _plan_group(
         mask[:, None, :, None],
         gather,
         scatter,
+        tuple(block.start + block.num_rows for block in blocks),
         first_row,
         num_rows,
     )
@@ -144,7 +146,10 @@ def _attend(query: torch.Tensor, cache: torch.Tensor, group: _Group) -> torch.Te
     else:
         query = query.index_select(0, group.gather)
     num_keys = num_pages * page_size
-    keys_values = cache.view(cache.shape[0], -1).index_select(0, group.pages.view(-1))
+    keys_values = cache.view(cache.shape[0], -1).index_select(0, group.pages.view(-1)).view(blocks, num_keys, -1)
+    for block, end in enumerate(group.ends):
+        # Not even a NaN there may reach the block's rows, as 0 * NaN would.
+        keys_values[block, end:].zero_()
     keys, values = (
         keys_values.view(blocks, num_keys, 2, num_kv_heads, head_dim)
         .permute(2, 0, 3, 1, 4)

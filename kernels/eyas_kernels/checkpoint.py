@@ -110,6 +110,22 @@ class Config:
             raise self.error(key, f"is {value!r}, but a JSON object is needed")
         return Config(value, self.file, f"{self._prefix}{key}")
 
+    def heads(self, hidden_size: int) -> tuple[int, int, int]:
+        """Number of query heads, number of key heads, and width of a head. Raises CheckpointError, also where
+        they do not fit together."""
+        num_heads = self.integer("num_attention_heads")
+        num_kv_heads = self.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise self.error("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
+        if not self.has("head_dim") and hidden_size % num_heads:
+            raise self.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size")
+        return num_heads, num_kv_heads, self.integer("head_dim", hidden_size // num_heads)
+
+    @property
+    def rope_key(self) -> str:
+        """Where the scaling of the rotary embedding stands."""
+        return "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
+
     def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:
         """The rotary base, and the scaling or None for plain rotary embeddings.
 
@@ -117,8 +133,7 @@ class Config:
         `rope_theta` and `rope_scaling`. The scaling has its kind under "rope_type" (older files say "type") and
         its other keys as they stand in the file.
         """
-        place = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
-        scaling = self.section(place)
+        scaling = self.section(self.rope_key)
         holder = scaling if scaling.has("rope_theta") else self
         theta = holder.number("rope_theta", default_theta)
         kind = scaling.text("rope_type", scaling.text("type", "default"))

@@ -8,6 +8,8 @@ import enum
 import numpy as np
 import torch
 
+LARGEST_UNIFORM = 1 - 2.0**-24
+
 
 class Purpose(enum.IntEnum):
     """What a stream of noise decides; one counter space each."""
@@ -29,5 +31,6 @@ def exponential_noise(
         counter=np.array([0, position, purpose, 0], dtype=np.uint64),
     )
     bits = generator.random_raw(-(-size // 2)).view(np.uint32)[:size]
-    uniform = torch.from_numpy(bits).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    # In float32 the largest u rounds to 1, and an infinite number would outweigh every logit.
+    uniform = torch.from_numpy(bits).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return uniform.neg_().log1p_().neg_()

@@ -39,7 +39,8 @@ def rotate_(x: torch.Tensor, rotation: Rotation) -> None:
 def make_rope(
     head_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | str = "cpu"
 ) -> Rope:
-    """Rope from the fields of a config.json. Raises ValueError for a scaling that is not implemented."""
+    """Rope from the fields of a config.json. Raises ValueError, worded to follow the name of the scaling's field,
+    for a scaling that is not implemented or lacks a number."""
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     return Rope(_scaled(inv_freq, scaling or {}).to(device))
 
@@ -49,7 +50,7 @@ def _scaled(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     if kind == "default":
         return inv_freq
     if kind == "linear":
-        return inv_freq / scaling["factor"]
+        return inv_freq / _number(scaling, "factor")
     if kind == "llama3":
         return _llama3(inv_freq, scaling)
     raise ValueError(f"is of type {kind!r}, but only default, linear and llama3 are supported")
@@ -57,8 +58,15 @@ def _scaled(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factor, original = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     wavelength = 2 * math.pi / inv_freq
     kept_share: torch.Tensor = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     return kept_share * inv_freq + (1 - kept_share) * inv_freq / factor
+
+
+def _number(scaling: Mapping[str, Any], key: str) -> float:
+    value = scaling.get(key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"has {key} {value!r}, but a positive number is needed")
+    return float(value)

@@ -54,7 +54,7 @@ def draw(
 
 
 def _draw_row(logits: torch.Tensor, law: SamplingLaw, position: int, token_ids: torch.Tensor | None) -> int:
-    num_tokens = logits.shape[-1] if token_ids is None else int(token_ids[-1]) + 1
+    num_tokens = logits.shape[-1] if token_ids is None else int(token_ids.max()) + 1
     noise = exponential_noise(law.seed, law.choice, position, num_tokens).to(logits.device)
     if token_ids is not None:
         noise = noise[token_ids]
