@@ -60,9 +60,11 @@ class FeatureStore:
         """Begins to hold features for a sequence."""
         self._held[sequence_id] = _Held(epoch)
 
-    def close(self, sequence_id: int) -> None:
-        """Drops what is held for a sequence."""
-        self._held.pop(sequence_id, None)
+    def close(self, sequence_id: int, epoch: int) -> None:
+        """Drops what is held for a sequence, unless it is open under another epoch by now."""
+        held = self._held.get(sequence_id)
+        if held is not None and held.epoch == epoch:
+            del self._held[sequence_id]
 
     async def add(self, batch: target_pb2.FeatureBatch) -> None:
         """Takes a message in. Raises TransportError when it contradicts itself."""

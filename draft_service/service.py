@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from draft_service.features import FeatureStore, Need
 from draft_service.metrics import Metrics
 from draft_service.target_link import TargetLink, TargetLost, feature_source, read
 from eyas.config import DraftConfig
-from eyas.errors import EyasError, unavailable
+from eyas.errors import EyasError, StatusError, unavailable
 from eyas.observe import SequenceSpans, observed
 from eyas.server import SetServing, pipelined, serve
 from eyas.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
@@ -64,7 +64,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._features = FeatureStore()
         self._engine: Engine | None = None
         self._info: draft_pb2.GetDraftInfoResponse | None = None  # None while detached
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._streams: dict[asyncio.Task[Any], Any] = {}  # open Propose calls: task and gRPC's context
 
     # ---- the target's side ----------------------------------------------------------------------------------
 
@@ -116,24 +116,28 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 self._info = None
                 self._metrics.attached(None)
                 await set_serving(False)
-                # The gateways see their streams end, and attach again under the next subscription.
-                for task in self._streams:
-                    task.cancel()
+                await self._end_streams()
+
+    async def _end_streams(self) -> None:
+        """Gateways attach again once there is a new subscription."""
+        status = self._detached().to_status()
+        for task, context in list(self._streams.items()):
+            # A handler that is only cancelled leaves its client without a status, waiting for ever.
+            with suppress(grpc.aio.BaseError):
+                await context.abort_with_status(status)
+            task.cancel()
+
+    def _detached(self) -> StatusError:
+        return unavailable(f"the draft is not attached to its target at {self._config.target}")
 
     async def _wait_for_same(
         self, before: target_pb2.GetTargetInfoResponse
     ) -> target_pb2.GetTargetInfoResponse:
         """Waits as long as it takes. Raises EyasError when what comes back is another target."""
-        while True:
-            try:
-                target = await self._link.wait(float("inf"))
-            except TargetLost:
-                continue
-            if _identity(target) != _identity(before):
-                raise EyasError(
-                    f"another target came back at {self._config.target}: the head must be loaded anew"
-                )
-            return target
+        target = await self._link.wait(float("inf"))
+        if _identity(target) != _identity(before):
+            raise EyasError(f"another target came back at {self._config.target}: the head must be loaded anew")
+        return target
 
     def _describe(
         self,
@@ -162,16 +166,16 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.GetDraftInfoRequest, context: Any
     ) -> draft_pb2.GetDraftInfoResponse:
         if self._info is None:
-            raise unavailable(f"the draft is not attached to its target at {self._config.target}")
+            raise self._detached()
         return self._info
 
     async def Propose(
         self, request_iterator: AsyncIterable[draft_pb2.ProposeRequest], context: Any
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         if self._info is None or self._engine is None:
-            raise unavailable(f"the draft is not attached to its target at {self._config.target}")
+            raise self._detached()
         engine, lease, in_order = self._engine, Lease(), asyncio.Lock()
-        held: set[int] = set()  # sequences whose features are held for this stream
+        held: dict[int, int] = {}  # sequences whose features are held for this stream, and their epochs
 
         async def submit(request: draft_pb2.ProposeRequest) -> draft_pb2.ProposeResponse:
             async with in_order:
@@ -179,25 +183,25 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
         task = asyncio.current_task()
         assert task is not None
-        self._streams.add(task)
+        self._streams[task] = context
         try:
             async with aclosing(pipelined(request_iterator, submit)) as responses:
                 async for response in responses:
                     yield response
         finally:
-            self._streams.discard(task)
-            for sequence_id in held:
-                self._features.close(sequence_id)
+            del self._streams[task]
+            for sequence_id, epoch in held.items():
+                self._features.close(sequence_id, epoch)
             self._spans.end(held)
             # Behind whatever still computes for this stream, so that no page is freed under it.
             self._compute.submit(engine.release, lease)
 
     async def _propose(
-        self, engine: Engine, lease: Lease, held: set[int], request: draft_pb2.ProposeRequest
+        self, engine: Engine, lease: Lease, held: dict[int, int], request: draft_pb2.ProposeRequest
     ) -> draft_pb2.ProposeResponse:
         received = time.perf_counter()
         self._hold_features(held, request)
-        features = await self._take_features(request)
+        features = await self._take_features(held, request)
         loop = asyncio.get_running_loop()
         proposals, began, ended = await loop.run_in_executor(
             self._compute, _timed_propose, engine, lease, request, features
@@ -214,18 +218,21 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             ),
         )
 
-    def _hold_features(self, held: set[int], request: draft_pb2.ProposeRequest) -> None:
+    def _hold_features(self, held: dict[int, int], request: draft_pb2.ProposeRequest) -> None:
         """Closes first, then opens: a sequence may be re-opened under a new epoch by one message."""
         closed = [close.sequence_id for close in request.closes if close.sequence_id in held]
         for sequence_id in closed:
-            self._features.close(sequence_id)
-            held.discard(sequence_id)
+            self._features.close(sequence_id, held.pop(sequence_id))
         for opening in request.opens:
             self._features.open(opening.sequence_id, opening.epoch)
-            held.add(opening.sequence_id)
+            held[opening.sequence_id] = opening.epoch
         self._spans.update(request.opens, closed)
 
-    async def _take_features(self, request: draft_pb2.ProposeRequest) -> list[torch.Tensor | None]:
+    async def _take_features(
+        self, held: dict[int, int], request: draft_pb2.ProposeRequest
+    ) -> list[torch.Tensor | None]:
+        """For every extend its features, or None where they are missing. None is waited for on behalf of an extend
+        that the engine will refuse."""
         needs = [
             Need(
                 extend.sequence_id,
@@ -234,10 +241,12 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 extend.slot + len(extend.tokens),
                 extend.feature_round,
             )
+            if extend.tokens and held.get(extend.sequence_id) == extend.epoch
+            else None
             for extend in request.extends
         ]
-        await self._features.wait(needs, FEATURE_SECONDS)
-        return [self._features.take(need) for need in needs]
+        await self._features.wait(filter(None, needs), FEATURE_SECONDS)
+        return [need and self._features.take(need) for need in needs]
 
 
 def _timed_propose(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,20 @@ class TargetLink:
         self._stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)
 
     async def wait(self, seconds: float) -> target_pb2.GetTargetInfoResponse:
-        """The target's description, once it serves. Raises EyasError after `seconds`, TargetLost."""
+        """The target's description, once it serves. Raises EyasError when it does not within `seconds`."""
         peer = f"the target at {self._config.target}"
-        await wait_until_serving(self._channel, TARGET_SERVICE, seconds, log.info, peer=peer)
-        try:
-            info: target_pb2.GetTargetInfoResponse = await self._stub.GetTargetInfo(
-                target_pb2.GetTargetInfoRequest()
-            )
-        except grpc.aio.AioRpcError as error:
-            raise TargetLost(describe(error)) from error
-        return info
+        while True:
+            await wait_until_serving(self._channel, TARGET_SERVICE, seconds, log.info, peer=peer)
+            try:
+                info: target_pb2.GetTargetInfoResponse = await self._stub.GetTargetInfo(
+                    target_pb2.GetTargetInfoRequest()
+                )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise EyasError(f"{peer} does not describe itself: {describe(error)}") from error
+                log.warning("%s went away again: %s", peer, describe(error))
+            else:
+                return info
 
     def load_head(self, info: target_pb2.GetTargetInfoResponse) -> Head:
         """Loads the head for this target. Raises EyasError where it does not fit, or cannot be read."""
@@ -78,7 +83,8 @@ class TargetLink:
         )
         stream = self._stub.Features()
         try:
-            await stream.write(target_pb2.FeaturesRequest(subscribe=request))
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # read() says why
+                await stream.write(target_pb2.FeaturesRequest(subscribe=request))
             response = await read(stream)
             yield response.subscribed, stream
         finally:

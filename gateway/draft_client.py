@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 INFO_SECONDS = 5.0
+GIVE_UP_SECONDS = 30.0
+"""How late an answer may be: behind that the stream is ended, and the draft attached anew."""
 
 Answer = tuple[draft_pb2.ProposeResponse, Exchange]
 
@@ -107,12 +109,13 @@ class DraftClient:
             self._stream.cancel()
 
     async def _exchange(self, request: draft_pb2.ProposeRequest) -> Answer | None:
-        """None when the stream has ended."""
+        """None when the stream has ended, or nothing has come for too long."""
         began = time.perf_counter()
         try:
-            await self._stream.write(request)
-            response = await self._stream.read()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            async with asyncio.timeout(GIVE_UP_SECONDS):
+                await self._stream.write(request)
+                response = await self._stream.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             return None
         if response is grpc.aio.EOF:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eyas.config import GatewayConfig
+from eyas.errors import EyasError
 from eyas.v1 import target_pb2
 from gateway.acceptance import accept
 from gateway.commit import Committed, commit
@@ -61,6 +62,7 @@ class Engine:
         self._observer = observer
         self._scheduler = Scheduler(config.max_sequences, config.prefill_rows)
         self._served: Served | None = None
+        self.fault: EyasError | None = None  # why the target that is there cannot be served
         self._wake = asyncio.Event()
         drafting.on_late_answer(self._wake.set)
         self._round = 0
@@ -153,6 +155,10 @@ class Engine:
             except TargetUnavailable as error:
                 log.error("%s", error)
                 self._fail_all(error)
+            except EyasError as error:
+                if self.fault is None:
+                    log.error("the target at %s cannot be served: %s", self._target.address, error)
+                self.fault = error
             except Exception:
                 # A fault of ours must not leave every client waiting: these requests fail, and a new stream frees
                 # what the services hold for them.
@@ -163,6 +169,7 @@ class Engine:
     async def _connect(self) -> Served:
         info, files = await self._target.connect()
         self._served = Served(info, Tokenizer(files), int(time.time()), info.num_pages)
+        self.fault = None
         log.info("connected to target %s at %s", info.model, self._target.address)
         return self._served
 

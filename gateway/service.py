@@ -83,12 +83,14 @@ async def running_engine(
 
 
 async def wait_for_services(config: GatewayConfig, engine: Engine) -> None:
-    """Returns once the engine is connected. Raises NotServing when the target does not come up in time; the draft
-    may come later."""
+    """Returns once the engine is connected. Raises NotServing when the target does not come up in time, EyasError
+    when it cannot be served; the draft may come later."""
     async with open_channel(config.target) as channel:
         peer = f"the target at {config.target}"
         await wait_until_serving(channel, TARGET_SERVICE, config.wait_seconds, log.info, peer=peer)
     while not engine.is_connected:
+        if engine.fault is not None:
+            raise engine.fault
         await asyncio.sleep(POLL_SECONDS)
     if not engine.is_degraded:
         return

@@ -48,6 +48,7 @@ class Subscription:
     def offer(self, batches: Iterable[target_pb2.FeatureBatch]) -> None:
         """Queues the batches of a step, or drops them when the draft has too much unread."""
         for batch in batches:
+            batch.batch = self._num_batches + 1  # before it is measured, or the count of unread bytes drifts
             size = batch.ByteSize()
             if self.unread_bytes + size > MAX_UNREAD_BYTES:
                 self.dropped_batches += 1
@@ -56,7 +57,6 @@ class Subscription:
                 )
                 continue
             self._num_batches += 1
-            batch.batch = self._num_batches
             self.unread_bytes += size
             self._queue.put_nowait(batch)
 
@@ -109,8 +109,11 @@ class Subscriptions:
             raise _mismatch(request, "vocab_size", request.vocab_size, spec.vocab_size)
         if source.final_norm == bool(source.taps):
             raise invalid_argument("subscribe.source", "must name either taps or the final norm")
-        if any(tap > spec.num_layers for tap in source.taps):
-            raise invalid_argument("subscribe.source.taps", f"must be at most {spec.num_layers} blocks applied")
+        if source.taps and max(source.taps) > spec.num_layers:
+            raise failed_precondition(
+                "HEAD_MISMATCH",
+                f"head {request.head!r} reads tap {max(source.taps)}, but the target has {spec.num_layers} layers",
+            )
         if common_pb2.FEATURE_TRANSPORT_BYTES not in request.transports:
             raise failed_precondition(
                 "NO_COMMON_TRANSPORT", "subscribe.transports: the target offers bytes only"

@@ -80,14 +80,14 @@ def load_engine(config: TargetConfig) -> Engine:
 def warm_up(engine: Engine) -> None:
     """One pass of each kind, so that the first request does not pay for what is built on first use."""
     lease = Lease()
+    allocator = engine.allocator
+    room = min(engine.max_rows, engine.model.spec.context_length, allocator.num_pages * allocator.page_size)
     sampling = common_pb2.SamplingParams(temperature=1, top_p=1)
-    blocks = [
-        target_pb2.Block(sequence_id=1, start=start, tokens=[0] * rows, num_scored=1)
-        for start, rows in ((0, 32), (32, 1), (33, 4))
-    ]
-    for round_, block in enumerate(blocks):
-        opens = [target_pb2.OpenSequence(sequence_id=1, sampling=sampling)] if round_ == 0 else []
-        engine.step(lease, target_pb2.StepRequest(round=round_, opens=opens, blocks=[block]))
+    opening = target_pb2.OpenSequence(sequence_id=1, sampling=sampling)
+    engine.step(lease, target_pb2.StepRequest(opens=[opening]))
+    for rows in (32, 1, 4):
+        block = target_pb2.Block(sequence_id=1, start=0, tokens=[0] * min(rows, room), num_scored=1)
+        engine.step(lease, target_pb2.StepRequest(blocks=[block]))
     engine.release(lease)
 
 
@@ -139,6 +139,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterable[target_pb2.StepRequest], context: Any
     ) -> AsyncIterator[target_pb2.StepResponse]:
         lease = Lease()
+        held: set[int] = set()  # sequences of this stream that have a span
 
         async def submit(request: target_pb2.StepRequest) -> _Done:
             return await self._step(lease, request)
@@ -148,11 +149,11 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
                 async for done in steps:
                     yield done.response
                     # The response goes first: its way to the draft, through the gateway, is the longer one.
-                    self._publish(done)
+                    self._publish(done, held)
         finally:
+            self._spans.end(held)
             # Behind whatever still computes for this stream, so that no page is freed under it.
             self._compute.submit(self._engine.release, lease)
-            self._spans.end(list(lease.sequences))
 
     async def _step(self, lease: Lease, request: target_pb2.StepRequest) -> _Done:
         received = time.perf_counter()
@@ -171,12 +172,15 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         )
         return _Done(request, response, outcome, ended - began)
 
-    def _publish(self, done: _Done) -> None:
+    def _publish(self, done: _Done, held: set[int]) -> None:
         """Sends the features of a step on their way, and counts it."""
         for subscription_id, batches in done.outcome.batches.items():
             if (subscription := self._subscriptions.get(subscription_id)) is not None:
                 subscription.offer(batches)
-        self._spans.update(done.request.opens, (close.sequence_id for close in done.request.closes))
+        closed = [close.sequence_id for close in done.request.closes]
+        self._spans.update(done.request.opens, closed)
+        held.difference_update(closed)
+        held.update(opening.sequence_id for opening in done.request.opens)
         self._metrics.observe_step(done.request, done.seconds)
 
     def _timed_step(self, lease: Lease, request: target_pb2.StepRequest) -> tuple[StepOutcome, float, float]:

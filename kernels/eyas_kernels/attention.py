@@ -146,7 +146,9 @@ def _attend(query: torch.Tensor, cache: torch.Tensor, group: _Group) -> torch.Te
     else:
         query = query.index_select(0, group.gather)
     num_keys = num_pages * page_size
-    keys_values = cache.view(cache.shape[0], -1).index_select(0, group.pages.view(-1)).view(blocks, num_keys, -1)
+    keys_values = (
+        cache.view(cache.shape[0], -1).index_select(0, group.pages.view(-1)).view(blocks, num_keys, -1)
+    )
     for block, end in enumerate(group.ends):
         # Not even a NaN there may reach the block's rows, as 0 * NaN would.
         keys_values[block, end:].zero_()

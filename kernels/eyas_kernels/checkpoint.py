@@ -116,7 +116,9 @@ class Config:
         num_heads = self.integer("num_attention_heads")
         num_kv_heads = self.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise self.error("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
+            raise self.error(
+                "num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads"
+            )
         if not self.has("head_dim") and hidden_size % num_heads:
             raise self.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size")
         return num_heads, num_kv_heads, self.integer("head_dim", hidden_size // num_heads)

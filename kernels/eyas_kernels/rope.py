@@ -66,7 +66,7 @@ def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _number(scaling: Mapping[str, Any], key: str) -> float:
-    value = scaling.get(key)
+    value: Any = scaling.get(key)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"has {key} {value!r}, but a positive number is needed")
     return float(value)

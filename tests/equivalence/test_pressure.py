@@ -61,6 +61,32 @@ async def test_preemption(
 
 
 @pytest.mark.parametrize("name", DRAFTS)
+async def test_answers_of_the_draft_late_now_and_then(name: str, mild_target: Path, tmp_path: Path) -> None:
+    """A guard about as short as a proposal takes: any of them may be late, by any number of rounds."""
+    asked = requests("cool", MAX_TOKENS)
+    async with running_target(mild_target, tmp_path) as target:
+        plain = await plain_answers(target, asked)
+        known = texts(asked, plain)
+        async with speculating(name, mild_target, target, tmp_path, known, draft_timeout_ms=1) as gateway:
+            for k in (1, 3, 6):
+                answers = await gateway.answers([replace(request, num_draft_tokens=k) for request in asked])
+                assert [a.visible for a in answers] == [a.visible for a in plain], k
+        await target.until_free()
+
+
+@pytest.mark.parametrize("name", HEADS)
+async def test_many_short_requests_leave_nothing_behind(name: str, mild_target: Path, tmp_path: Path) -> None:
+    """Every one is answered alike, and all pages and slots come back (`speculating` waits for the draft's)."""
+    asked = requests("cool", 4)
+    async with running_target(mild_target, tmp_path) as target:
+        plain = await plain_answers(target, asked)
+        async with speculating(name, mild_target, target, tmp_path, []) as gateway:
+            answers = await gateway.answers([replace(asked[i % 4], num_draft_tokens=i % 5) for i in range(200)])
+        await target.until_free()
+    assert all(answer.visible == plain[i % 4].visible for i, answer in enumerate(answers))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
 async def test_cancellations_in_between(name: str, mild_target: Path, tmp_path: Path) -> None:
     asked = requests("hot", MAX_TOKENS)
     async with running_target(mild_target, tmp_path, num_pages=40, page_size=4) as target:

@@ -14,6 +14,7 @@ import grpc
 from opentelemetry.trace import Tracer
 
 from draft_service import service as draft
+from draft_service.engine import Engine as DraftEngine
 from draft_service.metrics import Metrics as DraftMetrics
 from draft_service.service import DraftService
 from eyas.channel import open_channel, wait_until_serving
@@ -62,14 +63,25 @@ class RunningDraft:
     attached: asyncio.Task[None]
 
     @property
+    def engine(self) -> DraftEngine:
+        """Its engine; there is one once it has been attached."""
+        engine = self.service._engine
+        assert engine is not None
+        return engine
+
+    @property
     def used_pages(self) -> int:
         """Pages of slots that sequences hold."""
-        engine = self.service._engine
-        return engine.allocator.num_pages - engine.allocator.num_free if engine else 0
+        return self.engine.allocator.num_pages - self.engine.allocator.num_free
+
+    @property
+    def num_held(self) -> int:
+        """Sequences for which features are held."""
+        return len(self.service._features._held)
 
     async def until_free(self) -> None:
-        """Returns once no sequence holds a page; the test's own limit ends a wait that never does."""
-        while self.used_pages:
+        """Returns once no sequence holds a page or features; the test's own limit ends a wait that never does."""
+        while self.used_pages or self.num_held:
             await asyncio.sleep(0.005)
 
     async def until_serving(self) -> None:

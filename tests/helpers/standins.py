@@ -73,14 +73,18 @@ def _continuation(texts: Texts, tokens: Sequence[int]) -> list[int]:
 class StandIn(draft_pb2_grpc.DraftServiceServicer):
     """Drafts by `policy`.
 
-    While `gate` is not set, answers are held back. `spoil` may change an answer in place, or raise, which ends
-    the stream.
+    Every answer takes `delay` seconds. While `gate` is not set, answers are held back, and `held` is set once one
+    is; `hold_at` closes the gate at the request of that number. `spoil` may change an answer in place, or raise,
+    which ends the stream.
     """
 
     def __init__(self, policy: Policy, *, name: str = "stand-in", max_draft_tokens: int = 8) -> None:
         self.policy = policy
+        self.delay = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.held = asyncio.Event()
+        self.hold_at = 0
         self.spoil: Callable[[draft_pb2.ProposeResponse], None] = lambda response: None
         self.open: dict[int, Slots] = {}  # of all streams
         self.num_streams = 0
@@ -112,6 +116,11 @@ class StandIn(draft_pb2_grpc.DraftServiceServicer):
                 self.requests.append(request)
                 response = self._answer(lease, request)
                 self.spoil(response)
+                if len(self.requests) == self.hold_at:
+                    self.gate.clear()
+                if not self.gate.is_set():
+                    self.held.set()
+                await asyncio.sleep(self.delay)
                 await self.gate.wait()
                 yield response
         finally:

@@ -9,9 +9,9 @@ from typing import Self
 
 import pytest
 import torch
+
 from eyas_kernels.attention import SHORT_BLOCK, BlockRows, StepRows, paged_attention, plan_rows, write_kv
 from eyas_kernels.kv_cache import SINK_PAGE
-
 from tests.helpers.cpu import skip_where_rows_interact
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,7 +40,9 @@ class Step:
         num_heads, num_kv_heads, head_dim = heads
         counts = [-(-(start + rows) // page_size) for start, rows in shapes]
         dealt = random.Random(seed).sample(range(1, sum(counts) + 1), sum(counts))
-        blocks = [BlockRows(*shape, [dealt.pop() for _ in range(n)]) for shape, n in zip(shapes, counts, strict=True)]  # fmt: skip
+        blocks = [
+            BlockRows(*shape, [dealt.pop() for _ in range(n)]) for shape, n in zip(shapes, counts, strict=True)
+        ]
         generator = torch.Generator().manual_seed(seed)
         cache = torch.randn(sum(counts) + 1, page_size, 2, num_kv_heads, head_dim, generator=generator)
         query = torch.randn(sum(rows for _, rows in shapes), num_heads, head_dim, generator=generator)
@@ -181,7 +183,9 @@ def test_keys_and_values_go_to_their_slots_alone() -> None:
     new = torch.arange(7.0)[:, None] * torch.ones(2 * 2 * 16) + 100
     before = step.cache.clone()
     write_kv(step.cache, new, step.plan())
-    written = [(block.pages, i) for block in step.blocks for i in range(block.start, block.start + block.num_rows)]  # fmt: skip
+    written = [
+        (block.pages, i) for block in step.blocks for i in range(block.start, block.start + block.num_rows)
+    ]
     for row, (pages, position) in zip(new, written, strict=True):
         found = step.cache[pages[position // 16], position % 16]
         assert torch.equal(found.flatten(), row)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
 from eyas_kernels.activation import silu_mul
 from eyas_kernels.norm import rms_norm
 from eyas_kernels.rope import Rotation, make_rope, rotate_
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 DTYPES = (torch.float32, torch.bfloat16)
 LLAMA3 = {
@@ -80,9 +81,15 @@ def theirs(scaling: dict[str, Any] | None, theta: float, head_dim: int) -> Llama
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize(
     "scaling",
-    [None, {"rope_type": "default"}, {"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 2.5}, LLAMA3],
+    [
+        None,
+        {"rope_type": "default"},
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "linear", "factor": 2.5},
+        LLAMA3,
+    ],
     ids=["none", "default", "linear", "linear-old-key", "llama3"],
-)  # fmt: skip
+)
 def test_rotations_are_those_of_transformers(
     scaling: dict[str, Any] | None, theta: float, head_dim: int
 ) -> None:

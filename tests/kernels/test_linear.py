@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from eyas_kernels.linear import PackedWeight, linear, pack
 
+from eyas_kernels.linear import PackedWeight, linear, pack
 from tests.helpers.cpu import skip_where_rows_interact
 
 DTYPES = (torch.float32, torch.bfloat16)

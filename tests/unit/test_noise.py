@@ -33,7 +33,9 @@ def test_kolmogorov_smirnov() -> None:
 
 def test_small_numbers_are_fine_grained() -> None:
     """The winners of a draw: the least of n numbers is Exp(n)."""
-    least = torch.stack([exponential_noise(3, 0, i, VOCABULARY).min() for i in range(300)]).double() * VOCABULARY
+    least = (
+        torch.stack([exponential_noise(3, 0, i, VOCABULARY).min() for i in range(300)]).double() * VOCABULARY
+    )
     assert abs(float(least.mean()) - 1) < 0.2
     assert len(least.unique()) > 290
 

@@ -57,7 +57,9 @@ def test_temperature(temperature: float) -> None:
     assert_follows(draws(law(temperature=temperature)), (LOGITS / temperature).softmax(0))
 
 
-@pytest.mark.parametrize(("top_k", "kept"), [(1, (1,)), (2, (1, 3)), (3, (1, 3, 4)), (8, range(8)), (50, range(8))])
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, (1,)), (2, (1, 3)), (3, (1, 3, 4)), (8, range(8)), (50, range(8))]
+)
 def test_top_k(top_k: int, kept: tuple[int, ...]) -> None:
     assert_follows(draws(law(top_k=top_k)), only(*kept))
 
@@ -71,8 +73,16 @@ def test_ties_at_the_border_of_top_k_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [(1e-6, (1,)), (0.29, (1,)), (0.31, (1, 3)), (0.49, (1, 3)), (0.51, (1, 3, 4)), (0.999, range(8)), (1, range(8))],
-)  # fmt: skip
+    [
+        (1e-6, (1,)),
+        (0.29, (1,)),
+        (0.31, (1, 3)),
+        (0.49, (1, 3)),
+        (0.51, (1, 3, 4)),
+        (0.999, range(8)),
+        (1, range(8)),
+    ],
+)
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: tuple[int, ...]) -> None:
     assert_follows(draws(law(top_p=top_p)), only(*kept))
 
@@ -144,7 +154,9 @@ def test_a_reduced_vocabulary_draws_with_the_noise_of_its_tokens(ids: list[int])
 
 
 def test_a_reduced_vocabulary_is_greedy_in_its_own_columns() -> None:
-    assert draw(LOGITS[torch.tensor([5, 3, 0])][None], [law(temperature=0)], [0], torch.tensor([5, 3, 0])) == [1]
+    assert draw(LOGITS[torch.tensor([5, 3, 0])][None], [law(temperature=0)], [0], torch.tensor([5, 3, 0])) == [
+        1
+    ]
 
 
 def test_the_same_noise_makes_similar_laws_agree() -> None:

@@ -89,7 +89,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "a window longer than the text": ("mistral", {"sliding_window": 400}),
     "linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}}),
     "another epsilon": ("llama", {"rms_norm_eps": 0.3}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS.values(), ids=VARIANTS)

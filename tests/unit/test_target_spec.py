@@ -18,7 +18,7 @@ from target_service.model import Decoder
 from target_service.spec import DecoderSpec, read_spec
 from tests.helpers.tiny_models import LLAMA3_ROPE, make_target
 
-SMALL = {"hidden_size": 32, "num_layers": 2, "vocab_size": 64, "heads": 2, "kv_heads": 1}
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "vocab_size": 64, "heads": 2, "kv_heads": 1}
 
 
 @pytest.fixture
@@ -69,14 +69,26 @@ def test_old_and_new_configs_mean_the_same(folder: Path) -> None:
     new = spec_of(folder, rope_parameters=LLAMA3_ROPE, dtype="bfloat16")
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     old = spec_of(
-        folder, rope_parameters=None, rope_theta=50000.0, rope_scaling=scaling, dtype=None, torch_dtype="bfloat16"
+        folder,
+        rope_parameters=None,
+        rope_theta=50000.0,
+        rope_scaling=scaling,
+        dtype=None,
+        torch_dtype="bfloat16",
     )
     assert new == old
     assert (new.rope_theta, new.dtype) == (50000.0, "bfloat16")
 
 
 def test_keys_have_their_usual_defaults(folder: Path) -> None:
-    absent = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "dtype", "tie_word_embeddings")
+    absent = (
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_parameters",
+        "dtype",
+        "tie_word_embeddings",
+    )
     spec = spec_of(folder, **dict.fromkeys(absent))
     assert (spec.num_kv_heads, spec.head_dim) == (2, 16)
     assert (spec.rms_norm_eps, spec.rope_theta) == (1e-6, 10000.0)
@@ -109,29 +121,41 @@ def test_the_window_is_mistrals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures is ['GPT2LMHeadModel'], but one of LlamaForCausalLM, "),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures is ['GPT2LMHeadModel'], but one of LlamaForCausalLM, ",
+        ),
         ({"architectures": None}, "architectures is None, but one of"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', but one of"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu"),
         ({"mlp_bias": True}, "mlp_bias is true, but biases in the MLP are not supported"),
         ({"use_sliding_window": True}, "use_sliding_window is true, but"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "is of type 'yarn', but only default, linear and"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters has factor None, but a positive number"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}, **OLD_ROPE}, "rope_scaling has factor '2', but a positive"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "is of type 'yarn', but only default, linear and",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_parameters has factor None, but a positive number",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}, **OLD_ROPE}, "rope_scaling has factor '2', but"),
         ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": None}}, "has high_freq_factor None, but"),
         ({"hidden_size": "64"}, "hidden_size is '64', but a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, but a whole number"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 2 heads"),
-        ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads is 3, which does not divide hidden_size"),
+        (
+            {"num_attention_heads": 3, "head_dim": None},
+            "num_attention_heads is 3, which does not divide hidden_size",
+        ),
         ({"dtype": "float64"}, "dtype is 'float64', but one of"),
         ({"dtype": "no such type"}, "dtype is 'no such type', but one of"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', but"),
         ({"eos_token_id": [1, None]}, "eos_token_id is [1, None], but"),
         ({"eos_token_id": -1}, "eos_token_id is -1, but"),
     ],
-)  # fmt: skip
+)
 def test_a_config_is_refused_by_file_and_key(folder: Path, values: dict[str, Any], message: str) -> None:
     text = refusal(configure(folder, **values))
     assert text.startswith(f"{folder / 'config.json'}: ")

@@ -1,0 +1,292 @@
+"""What a draft proposes over real sockets, beside a real target: against slow reference heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_service.engine import DraftSequence, Engine, Lease
+from eyas.v1 import draft_pb2
+from eyas_kernels.sampling import SamplingLaw, draw
+from target_service.features import Subscription
+from tests.helpers.messages import DRAFTED, block, extend, opening, propose, slots
+from tests.helpers.pair import Pair, Streams, prompted, streams, words
+from tests.helpers.reference_head import ReferenceHead, target_features
+from tests.helpers.services import RunningDraft, RunningTarget, running_draft, running_target
+from tests.helpers.tiny_models import make_head, make_target
+
+pytest_plugins = ["tests.helpers.draft_fixtures"]
+
+HEADS = ("eagle1", "eagle1-bias", "eagle3", "eagle3-reduced", "eagle3-shuffled", "eagle3-norm", "eagle3-narrow")
+
+NO_PAGES = draft_pb2.PROPOSAL_STATUS_NO_PAGES
+UNKNOWN = draft_pb2.PROPOSAL_STATUS_UNKNOWN_SEQUENCE
+STALE = draft_pb2.PROPOSAL_STATUS_STALE_EPOCH
+NO_FEATURES = draft_pb2.PROPOSAL_STATUS_NO_FEATURES
+
+SCRIPT = ((3, 0), (3, 3), (1, 1), (8, 2), (4, 0), (2, 1), (8, 8), (3, 1))
+"""Rounds of a conversation: k, and how many drafts are accepted."""
+
+
+async def play(pair: Pair, script: Any = SCRIPT) -> list[tuple[list[int], list[int]]]:
+    """Runs the rounds; returns the text before each and what was drafted behind it."""
+    said, bonuses = [], iter(words(100, seed=9))
+    for k, num_accepted in script:
+        drafts = await pair.draft(k)
+        said.append((list(pair.text), drafts))
+        await pair.settle(drafts, num_accepted, next(bonuses))
+    return said
+
+
+# ---- what it proposes
+
+
+@pytest.mark.parametrize("head", HEADS, indirect=True)
+async def test_drafts_are_those_of_the_reference_head(rounds: Streams, reference: Any) -> None:
+    """Through a conversation with rejections, over several pages."""
+    for text, drafts in await play(await prompted(rounds)):
+        assert drafts == reference(text, len(drafts))
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3-shuffled"], indirect=True)
+@pytest.mark.parametrize("sizes", [(1,) * 24, (16, 8), (5, 12, 7), (23, 1)])
+async def test_a_prompt_in_chunks_drafts_like_a_whole_one(
+    rounds: Streams, reference: Any, sizes: tuple[int, ...]
+) -> None:
+    """The chunks of the slots need not be those of the target."""
+    pair = Pair(rounds, text=words(25))
+    await pair.open()
+    for size in (10, 14):
+        await pair.feed(size)
+        while pair.num_slots + sizes[0] <= pair.num_computed and len(sizes) > 1:
+            assert await pair.draft(0, pair.num_slots + sizes[0]) == []
+            sizes = sizes[1:]
+    assert await pair.draft(4) == reference(pair.text, 4)
+
+
+@pytest.fixture
+def sequences(draft: RunningDraft, monkeypatch: pytest.MonkeyPatch) -> dict[int, DraftSequence]:
+    """What the draft holds open on the stream that spoke last."""
+    held: dict[int, DraftSequence] = {}
+
+    def propose_and_look(lease: Lease, *rest: Any) -> list[draft_pb2.Proposal]:
+        proposals = Engine.propose(draft.engine, lease, *rest)
+        held.clear()
+        held.update(lease.sequences)
+        return proposals
+
+    monkeypatch.setattr(draft.engine, "propose", propose_and_look)
+    return held
+
+
+async def test_slots_left_behind_are_those_of_a_whole_text(
+    rounds: Streams, draft: RunningDraft, sequences: dict[int, DraftSequence]
+) -> None:
+    """After many rounds, with drafts written and rejected, the same keys and values stand in the slots."""
+    pair = await prompted(rounds)
+    await play(pair)
+    await pair.draft(8)
+    whole = Pair(rounds, 2, text=list(pair.text))
+    await whole.open()
+    await whole.feed(len(pair.text) - 1)
+    await whole.draft(0)
+    cache = draft.engine._cache.layer(0)
+    assert sequences[1].num_slots == sequences[2].num_slots == len(pair.text) - 1
+    found, expected = (cache[held.pages].flatten(0, 1)[: held.num_slots] for held in sequences.values())
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e4])
+async def test_what_lies_behind_the_slots_does_not_matter(
+    rounds: Streams, draft: RunningDraft, sequences: dict[int, DraftSequence], reference: Any, garbage: float
+) -> None:
+    """Scratch slots of old drafts, and the pages that others have used."""
+    pair = await prompted(rounds)
+    await play(pair, SCRIPT[:3])
+    for _ in range(3):
+        cache, pages, num_slots = draft.engine._cache.layer(0), sequences[1].pages, sequences[1].num_slots
+        kept = cache[pages].flatten(0, 1)[:num_slots].clone()
+        cache.fill_(garbage)
+        for slot in range(num_slots):
+            cache[pages[slot // 16], slot % 16] = kept[slot]
+        drafts = await pair.draft(5)
+        assert drafts == reference(pair.text, 5)
+        await pair.settle(drafts, 1, 17)
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3-reduced"], indirect=True)
+async def test_it_catches_up_after_rounds_without_drafts(rounds: Streams, reference: Any) -> None:
+    """The target went on alone for some rounds, of one token and of several; all arrives in one extend."""
+    pair = await prompted(rounds)
+    await play(pair, SCRIPT[:2])
+    for tokens in (words(1, 4), words(3, 5), words(2, 6)):
+        await pair.settle(tokens, len(tokens), 7)
+    assert await pair.draft(3) == reference(pair.text, 3)
+
+
+async def test_slots_can_be_written_again_from_an_earlier_one(rounds: Streams, reference: Any) -> None:
+    """State is addressed by position: the target and the draft go back to a prefix."""
+    pair = await prompted(rounds)
+    await play(pair, SCRIPT[:3])
+    pair.text, pair.num_computed, pair.num_slots = [*pair.text[:15], *words(6, 8)], 14, 14
+    await pair.feed(6)
+    assert await pair.draft(4) == reference(pair.text, 4)
+
+
+async def test_sequences_of_one_message(rounds: Streams, reference: Any) -> None:
+    """Of different lengths and k, beside ones that cannot run; the answer keeps the order."""
+    pairs = [await prompted(rounds, n, seed=n, sequence=n) for n in (40, 3, 17, 1)]
+    extends = [pair.extend(k) for pair, k in zip(pairs, (2, 8, 0, 5), strict=True)]
+    response = await rounds.propose(*extends[:2], extend(99, 0, [1]), *extends[2:])
+    assert [proposal.sequence_id for proposal in response.proposals] == [40, 3, 99, 17, 1]
+    statuses = [proposal.status for proposal in response.proposals]
+    assert statuses == [DRAFTED, DRAFTED, UNKNOWN, DRAFTED, DRAFTED]
+    drafts = [list(proposal.draft_tokens) for proposal in response.proposals if proposal.status == DRAFTED]
+    assert drafts == [reference(pair.text, k) for pair, k in zip(pairs, (2, 8, 0, 5), strict=True)]
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3", "eagle3-reduced", "eagle3-shuffled"], indirect=True)
+async def test_at_a_temperature_it_draws_with_the_targets_noise(
+    rounds: Streams, head: Path, folder: Path
+) -> None:
+    law = {"temperature": 1.3, "top_p": 0.95, "top_k": 40, "seed": 77, "choice_index": 1}
+    pair = await prompted(rounds, 12, law=law)
+    drafts = await pair.draft(4)
+    slow = ReferenceHead(head, folder)
+    known, hidden = list(pair.text[1:]), slow._fuse(target_features(folder, pair.text[:-1], slow.taps))
+    for i, found in enumerate(drafts):
+        output = slow._layer(known, hidden, first_row=len(known) - 1)
+        (column,) = draw(slow._logits(output), [SamplingLaw(1.3, 0.95, 40, 77, 1)], [13 + i], slow.target_ids)
+        assert found == int(slow.target_ids[column])
+        known, hidden = [*known, found], torch.cat((hidden, output))
+
+
+async def test_the_targets_draw_is_the_drafts_when_they_think_alike(folder: Path, tmp_path: Path) -> None:
+    """The position in the noise is the token's own on both sides."""
+    plain = make_target(tmp_path / "plain", layer_scale=0.01)
+    head = make_head(tmp_path / "head", "eagle3", plain, imitate=True)
+    law = {"temperature": 1.0, "seed": 5}
+    async with (
+        running_target(plain, tmp_path, num_pages=60) as target,
+        running_draft(head, tmp_path, target.address) as draft,
+        streams(target, draft) as rounds,
+    ):
+        pair = await prompted(rounds, 20, law=law)
+        agreed = 0
+        for _ in range(30):
+            drafts = await pair.draft(1)
+            (sampled, _) = await pair.verify([pair.text[-1], *drafts])
+            agreed += [sampled] == drafts
+            await pair.settle([], 0, sampled)
+        assert agreed >= 15
+
+
+# ---- features
+
+
+@pytest.mark.usefixtures("endless_wait")
+async def test_it_waits_for_features_that_come_later(rounds: Streams, reference: Any) -> None:
+    """The proposal is asked for before the target has begun the step it names."""
+    pair = Pair(rounds, text=words(21))
+    await pair.open()
+    await rounds.proposals.write(propose(extend(1, 0, pair.text[1:], 3, rounds.round + 2), round=5))
+    await pair.feed(8)
+    await pair.feed(12)
+    response = await rounds.proposals.read()
+    assert list(response.proposals[0].draft_tokens) == reference(pair.text, 3)
+    assert response.timing.total_us >= response.timing.queue_us > 0
+
+
+@pytest.mark.usefixtures("endless_wait")
+async def test_features_of_an_older_step_are_not_taken_for_the_named_ones(
+    rounds: Streams, reference: Any
+) -> None:
+    """Rows of rejected drafts lie at the same positions as the true ones that come later."""
+    pair = await prompted(rounds)
+    await pair.draft(3)
+    newest = pair.text[-1]
+    await pair.verify([newest, 1, 2, 3])  # rejected; their features have arrived
+    pair.text += [4, 5, 6]
+    named = extend(1, 20, pair.text[21:], 3, rounds.round + 1)
+    await rounds.proposals.write(propose(named, round=9))
+    await pair.feed(3)
+    assert list((await rounds.proposals.read()).proposals[0].draft_tokens) == reference(pair.text, 3)
+
+
+@pytest.mark.usefixtures("short_wait")
+async def test_a_sequence_without_features_goes_without_drafts(rounds: Streams, reference: Any) -> None:
+    """It names no subscription at the target; the one beside it is served."""
+    await rounds.propose(opens=[slots(2)])
+    await rounds.step(block(2, 0, words(5)), opens=[opening(2)])
+    pair = await prompted(rounds)
+    response = await rounds.propose(extend(2, 0, words(5, 1), 3), pair.extend(3))
+    assert [proposal.status for proposal in response.proposals] == [NO_FEATURES, DRAFTED]
+    assert not response.proposals[0].draft_tokens
+    assert list(response.proposals[1].draft_tokens) == reference(pair.text, 3)
+
+
+@pytest.mark.usefixtures("short_wait")
+async def test_features_of_an_old_epoch_do_not_count(rounds: Streams, reference: Any) -> None:
+    pair = await prompted(rounds)
+    await pair.draft(2)
+    await rounds.propose(opens=[slots(1, epoch=1)], closes=[1])
+    await pair.feed(1)
+    stale = extend(1, 0, words(3), 2, rounds.round, epoch=1)
+    assert (await rounds.propose(stale)).proposals[0].status == NO_FEATURES
+    again = Pair(rounds, 1, 1, text=words(15))
+    await rounds.step(opens=[opening(1, 1, rounds.subscription)], closes=[1])
+    await again.feed(14)
+    assert await again.draft(4) == reference(again.text, 4)
+
+
+@pytest.mark.usefixtures("short_wait")
+async def test_a_lost_batch_is_a_gap_and_not_another_feature(
+    rounds: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target drops batches that a slow draft has no room for."""
+    pair = Pair(rounds, text=words(31))
+    await pair.open()
+    await pair.feed(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Subscription, "offer", lambda subscription, batches: None)
+        await pair.feed(10)
+    await pair.feed(10)
+    (whole,) = (await rounds.propose(pair.extend(3))).proposals
+    (behind,) = (await rounds.propose(pair.extend(3, 10))).proposals
+    assert (whole.status, behind.status) == (NO_FEATURES, NO_FEATURES)
+
+
+@pytest.mark.usefixtures("endless_wait")
+async def test_what_cannot_come_is_not_waited_for(rounds: Streams) -> None:
+    """Unknown sequences and stale epochs are answered at once, and hold nobody up."""
+    await rounds.propose(opens=[slots(1, epoch=2)])
+    extends = (extend(1, 0, [5], 3, epoch=1), extend(9, 0, [5], 3))
+    response = await rounds.propose(*extends)
+    assert [(p.sequence_id, p.epoch, p.status) for p in response.proposals] == [(1, 1, STALE), (9, 0, UNKNOWN)]
+    assert not any(proposal.draft_tokens for proposal in response.proposals)
+
+
+# ---- pages
+
+
+async def test_no_pages(head: Path, tmp_path: Path, target: RunningTarget, reference: Any) -> None:
+    """Scratch slots count too. A sequence that is closed makes room for the next."""
+    async with (
+        running_draft(head, tmp_path, target.address, num_pages=3) as draft,
+        streams(target, draft) as rounds,
+    ):
+        first, second = await prompted(rounds, 30), await prompted(rounds, 14, seed=1, sequence=2)
+        response = await rounds.propose(first.extend(3), second.extend(4))
+        assert [proposal.status for proposal in response.proposals] == [DRAFTED, NO_PAGES]
+        assert not response.proposals[1].draft_tokens
+        assert response.free_pages == 1
+        first.num_slots = first.num_computed
+        await first.settle([], 0, 9)
+        assert await first.draft(1) == reference(first.text, 1)
+        third = await prompted(rounds, 14, seed=2, sequence=3)
+        response = await rounds.propose(third.extend(4), closes=[1])
+        assert list(response.proposals[0].draft_tokens) == reference(third.text, 4)
+        assert response.free_pages == 1
