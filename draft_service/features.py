@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,13 +15,22 @@ from eyas.v1 import target_pb2
 
 
 class Need(NamedTuple):
-    """Features h_begin .. h_{end - 1} of a sequence, the last of them computed by step `round` of the target."""
+    """Features of a sequence from h_begin on, the last of them computed by step `round` of the target: `num_known`
+    of them, and with `then_committed` as many more as that step commits tokens."""
 
     sequence_id: int
     epoch: int
     begin: int
-    end: int
+    num_known: int
     round: int
+    then_committed: bool = False
+
+
+class Taken(NamedTuple):
+    """Features [rows, width], and what the step committed where that was asked for."""
+
+    rows: torch.Tensor
+    committed: Sequence[int]
 
 
 @dataclass
@@ -32,6 +41,8 @@ class _Held:
     start: int = 0
     round: int = 0
     rows: list[torch.Tensor] = field(default_factory=list)  # one [width] each
+    committed: Sequence[int] = ()  # by step `round`
+    not_run: bool = False  # step `round` has no features of it
 
     @property
     def end(self) -> int:
@@ -74,33 +85,44 @@ class FeatureStore:
             if held is not None and held.epoch == span.epoch:
                 held.write(span.start, rows[span.row : span.row + span.count])
                 held.round = batch.round
+                held.committed = tuple(span.committed_tokens)
+                held.not_run = span.not_run
         async with self._arrival:
             self._arrival.notify_all()
 
     async def wait(self, needs: Iterable[Need], seconds: float) -> None:
-        """Returns once all that is needed has arrived, or after `seconds`."""
-        waiting = [need for need in needs if not self._has(need)]
+        """Returns once all that is needed has arrived, or will not arrive any more, or after `seconds`."""
+        waiting = [need for need in needs if not self._is_settled(need)]
         if not waiting:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._arrival:
-                await self._arrival.wait_for(lambda: all(map(self._has, waiting)))
+                await self._arrival.wait_for(lambda: all(map(self._is_settled, waiting)))
 
-    def take(self, need: Need) -> torch.Tensor | None:
-        """[end - begin, width], or None where some are missing; what is taken is not kept."""
-        if not self._has(need):
+    def take(self, need: Need) -> Taken | None:
+        """What is needed, or None where some is missing; what is taken is not kept."""
+        held = self._held.get(need.sequence_id)
+        if held is None or not self._has(need):
             return None
-        held = self._held[need.sequence_id]
-        rows = torch.stack(held.rows[need.begin - held.start : need.end - held.start])
-        held.drop_before(need.end)
-        return rows
+        committed = held.committed if need.then_committed else ()
+        end = need.begin + need.num_known + len(committed)
+        rows = torch.stack(held.rows[need.begin - held.start : end - held.start])
+        held.drop_before(end)
+        return Taken(rows, committed)
+
+    def _is_settled(self, need: Need) -> bool:
+        """Whether waiting longer is of no use."""
+        held = self._held.get(need.sequence_id)
+        if held is None or held.epoch != need.epoch:
+            return True
+        lost = held.round > need.round if need.then_committed else False
+        return self._has(need) or lost or (held.not_run and held.round >= need.round)
 
     def _has(self, need: Need) -> bool:
         held = self._held.get(need.sequence_id)
-        return (
-            held is not None
-            and held.epoch == need.epoch
-            and held.round >= need.round
-            and held.start <= need.begin
-            and held.end >= need.end
-        )
+        if held is None or held.epoch != need.epoch or held.round < need.round or held.start > need.begin:
+            return False
+        if need.then_committed and (held.round != need.round or not held.committed):
+            return False
+        num_committed = len(held.committed) if need.then_committed else 0
+        return held.end >= need.begin + need.num_known + num_committed

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 SERVICE = "eyas.v1.DraftService"
 FEATURE_SECONDS = 2.0
 """How long a proposal waits for features before it is given up: the sequence then goes on without drafts."""
+STEP_SECONDS = 60.0
+"""The same for one that was sent before the target's step: the wait includes that step."""
 
 
 async def run(config: DraftConfig) -> None:
@@ -238,15 +240,20 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 extend.sequence_id,
                 extend.epoch,
                 extend.slot,
-                extend.slot + len(extend.tokens),
+                len(extend.tokens),
                 extend.feature_round,
+                extend.then_committed,
             )
-            if extend.tokens and held.get(extend.sequence_id) == extend.epoch
+            if held.get(extend.sequence_id) == extend.epoch and (extend.tokens or extend.then_committed)
             else None
             for extend in request.extends
         ]
-        await self._features.wait(filter(None, needs), FEATURE_SECONDS)
-        return [need and self._features.take(need) for need in needs]
+        early = any(extend.then_committed for extend in request.extends)
+        await self._features.wait(filter(None, needs), STEP_SECONDS if early else FEATURE_SECONDS)
+        taken = [need and self._features.take(need) for need in needs]
+        for extend, part in zip(request.extends, taken, strict=True):
+            extend.tokens.extend(part.committed if part else ())
+        return [part and part.rows for part in taken]
 
 
 def _timed_propose(

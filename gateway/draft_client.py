@@ -33,12 +33,13 @@ class DraftClient:
         self.address = address
         self.info: draft_pb2.GetDraftInfoResponse | None = None
         self.attachment = 0  # number of the stream; what an earlier one held is gone
-        self.on_late_answer: Callable[[], None] = lambda: None
+        self.on_answer: Callable[[], None] = lambda: None  # called when one has come
         self._timeout = timeout
         self._channel = open_channel(address)
         self._stub: Any = draft_pb2_grpc.DraftServiceStub(self._channel)
         self._stream: Any = None
         self._pending: asyncio.Task[Answer | None] | None = None
+        self._is_late = False
 
     @property
     def is_ready(self) -> bool:
@@ -62,13 +63,24 @@ class DraftClient:
                 said = reason
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def propose(self, request: draft_pb2.ProposeRequest) -> Answer | None:
-        """Sends a message and waits for its answer; None when the draft is late or gone."""
-        self._pending = pending = asyncio.create_task(self._exchange(request))
-        await asyncio.wait((pending,), timeout=self._timeout)
-        if not pending.done():
-            log.warning("draft at %s is late: rounds go on without it", self.address)
-            pending.add_done_callback(lambda _: self.on_late_answer())
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a message is under way, or its answer has not been taken."""
+        return self._pending is not None
+
+    def send(self, request: draft_pb2.ProposeRequest) -> None:
+        """Sends a message; its answer is for `answer` or `take_answer`."""
+        self._is_late = False
+        self._pending = asyncio.create_task(self._exchange(request))
+        self._pending.add_done_callback(lambda _: self.on_answer())
+
+    async def answer(self) -> Answer | None:
+        """Waits for the answer to the message under way; None when the draft is late, for good, or gone."""
+        if self._pending is not None and not self._is_late:
+            await asyncio.wait((self._pending,), timeout=self._timeout)
+            if self._pending is not None and not self._pending.done():
+                self._is_late = True
+                log.warning("draft at %s is late: rounds go on without it", self.address)
         return self.take_answer()
 
     def take_answer(self) -> Answer | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from eyas.v1 import draft_pb2
 from gateway.draft_client import Answer, DraftClient
 from gateway.exchange import NOTHING_SENT, Exchange
-from gateway.scheduler import Close
+from gateway.scheduler import Close, Share
 from gateway.sequence import Sequence
 
 DRAFTED = draft_pb2.PROPOSAL_STATUS_OK
@@ -19,13 +19,22 @@ FALLBACK_MAX_DRAFT_TOKENS = 8
 """What a request may ask for while a configured draft has never been seen."""
 
 
-class _Sent(NamedTuple):
+@dataclass
+class _Sent:
     """An extend that is under way."""
 
     sequence: Sequence
     epoch: int
-    num_slots: int  # behind it
     num_drafts: int  # asked for
+    num_slots: int | None  # behind it; None until the step that it was sent ahead of is committed
+    num_computed: int  # of the sequence, when it was sent
+    is_void: bool = False  # that step did not run the sequence's block
+
+    def settle(self) -> None:
+        """Called once the step is committed."""
+        if self.num_slots is None:
+            self.num_slots = self.sequence.num_computed
+            self.is_void = self.num_slots == self.num_computed
 
     def fault(self, proposal: draft_pb2.Proposal, vocab_size: int) -> str:
         """What is wrong with the answer; empty where nothing is."""
@@ -66,10 +75,10 @@ class Drafting:
         """Whether the draft holds slots of ended sequences, and can be told so."""
         return bool(self._to_close) and self._client is not None and self._client.is_ready
 
-    def on_late_answer(self, call: Callable[[], None]) -> None:
-        """Has `call` called when an answer comes for which no round has waited."""
+    def on_answer(self, call: Callable[[], None]) -> None:
+        """Has `call` called when an answer has come."""
         if self._client is not None:
-            self._client.on_late_answer = call
+            self._client.on_answer = call
 
     def subscription_of(self, sequence: Sequence) -> int:
         """The subscription that gets the sequence's features; 0 for none."""
@@ -83,55 +92,83 @@ class Drafting:
         self, round_: int, sequences: Seq[Sequence], closes: Iterable[Close], *, room: int, vocab_size: int
     ) -> Exchange:
         """Brings the slots up to date and fills `drafts` of the sequences that decode, with `room` tokens in all.
-        A draft that answers what it was not asked, or tokens beyond the vocabulary, is detached."""
+
+        Mostly that is the answer to the message that was sent ahead. What it does not cover (new sequences, slots
+        that have fallen behind, a draft that reads no features) is sent now and waited for. Returns what of it the
+        round has waited for. A draft that answers what it was not asked, or tokens beyond the vocabulary, is
+        detached.
+        """
         for sequence in sequences:
             sequence.drafts = []
         self._to_close += (close for close in closes if close.attachment)
         client = self._client
         if client is None:
             return NOTHING_SENT
-        if (late := client.take_answer()) is not None:
-            self._apply(late, vocab_size)
-            for sequence in sequences:
-                sequence.drafts = []  # proposed behind tokens that are no longer the last
-        if not client.is_ready:
+        began, compute = time.perf_counter(), 0.0
+        if client.is_waiting:
+            for sent in self._sent:
+                sent.settle()
+            answer = await client.answer()
+            compute += self._apply(answer, vocab_size, is_fresh=self._sent_round == round_ - 1)
+        if client.is_ready and (request := self._request_now(round_, sequences, client, room)) is not None:
+            client.send(request)
+            compute += self._apply(await client.answer(), vocab_size, is_fresh=True)
+        elif not client.is_waiting and not compute:
             return NOTHING_SENT
-        request = self._request(round_, sequences, client, room)
-        if not (request.extends or request.opens or request.closes):
-            return NOTHING_SENT
-        began = time.perf_counter()
-        answer = await client.propose(request)
-        if answer is None:
-            return Exchange(began, time.perf_counter() - began)
-        self._apply(answer, vocab_size)
-        return answer[1]
+        for sequence in sequences:
+            del sequence.drafts[max(0, min(sequence.draft_budget, room)) :]
+            room -= len(sequence.drafts)
+        waited = time.perf_counter() - began
+        return Exchange(began, waited, min(compute, waited))
+
+    def send_ahead(self, round_: int, shares: Seq[Share]) -> None:
+        """Called when step `round_` is on its way: tells the draft what to do as soon as that step's features, and
+        the tokens that it commits, have come. So the draft does not wait for the gateway, and works while it
+        commits. Proposals behind a sequence that ends meanwhile are for nothing."""
+        client = self._client
+        if client is None or client.info is None or not client.is_ready or not client.info.subscription_id:
+            return
+        request = self._new_request(round_, client)
+        for share in shares:
+            if self._holds(share.sequence):
+                self._extend_ahead(request, round_, share)
+        if request.extends or request.closes:
+            client.send(request)
 
     def _holds(self, sequence: Sequence) -> bool:
         return self._client is not None and 0 < sequence.attachment == self._client.attachment
 
-    def _request(
+    def _request_now(
         self, round_: int, sequences: Seq[Sequence], client: DraftClient, room: int
-    ) -> draft_pb2.ProposeRequest:
+    ) -> draft_pb2.ProposeRequest | None:
+        """What cannot wait for the next message that is sent ahead."""
+        opening = [s for s in sequences if not s.opened and s.request.num_draft_tokens]
+        behind = [s for s in sequences if self._holds(s) and s.num_computed > s.num_slots]
+        if not (opening or behind or (self._to_close and not sequences)):
+            return None
+        request = self._new_request(round_, client)
+        for sequence in opening:
+            sequence.attachment = client.attachment
+            request.opens.add(
+                sequence_id=sequence.id,
+                epoch=sequence.epoch,
+                sampling=sequence.sampling(),
+                traceparent=sequence.traceparent,
+            )
+        for sequence in behind:
+            room -= self._extend_now(request, sequence, room)
+        return request
+
+    def _new_request(self, round_: int, client: DraftClient) -> draft_pb2.ProposeRequest:
         request = draft_pb2.ProposeRequest(round=round_)
         for close in self._to_close:
             if close.attachment == client.attachment:
                 request.closes.add(sequence_id=close.sequence_id)
         self._to_close = []
         self._sent, self._sent_round = [], round_
-        for sequence in sequences:
-            if not sequence.opened and sequence.request.num_draft_tokens:
-                sequence.attachment = client.attachment
-                request.opens.add(
-                    sequence_id=sequence.id,
-                    epoch=sequence.epoch,
-                    sampling=sequence.sampling(),
-                    traceparent=sequence.traceparent,
-                )
-            if self._holds(sequence) and sequence.num_computed > sequence.num_slots:
-                room -= self._extend(request, sequence, room)
         return request
 
-    def _extend(self, request: draft_pb2.ProposeRequest, sequence: Sequence, room: int) -> int:
+    def _extend_now(self, request: draft_pb2.ProposeRequest, sequence: Sequence, room: int) -> int:
         """Slot i takes x_{i+1} and h_i: the slots that can be written are those whose feature is computed.
         Returns how many tokens are asked for."""
         begin, end = sequence.num_slots, sequence.num_computed
@@ -144,24 +181,45 @@ class Drafting:
             feature_round=sequence.feature_round,
             num_draft_tokens=num_drafts,
         )
-        self._sent.append(_Sent(sequence, sequence.epoch, end, num_drafts))
+        self._sent.append(_Sent(sequence, sequence.epoch, num_drafts, end, end))
         return num_drafts
 
-    def _apply(self, answer: Answer, vocab_size: int) -> None:
-        response, _ = answer
+    def _extend_ahead(self, request: draft_pb2.ProposeRequest, round_: int, share: Share) -> None:
+        """The slots whose features the step on its way computes. Where it scores the last row, their last tokens
+        are those that it commits."""
+        sequence, begin = share.sequence, share.sequence.num_slots
+        end = sequence.num_computed + share.num_fed
+        num_drafts = min(sequence.next_draft_budget, self.max_draft_tokens) if share.is_last_chunk else 0
+        request.extends.add(
+            sequence_id=sequence.id,
+            epoch=sequence.epoch,
+            slot=begin,
+            tokens=sequence.tokens[begin + 1 : end + 1],
+            feature_round=round_,
+            num_draft_tokens=num_drafts,
+            then_committed=share.is_last_chunk,
+        )
+        self._sent.append(_Sent(sequence, sequence.epoch, num_drafts, None, sequence.num_computed))
+
+    def _apply(self, answer: Answer | None, vocab_size: int, *, is_fresh: bool) -> float:
+        """Notes slots, and drafts if they stand behind the last tokens (`is_fresh`). Returns the draft's seconds."""
+        if answer is None:
+            return 0.0
+        response, exchange = answer
         if (fault := self._fault(response, vocab_size)) and self._client is not None:
             self._client.reject(fault)
-            return
+            return exchange.compute
         for sent, proposal in zip(self._sent, response.proposals, strict=True):
             sequence = sent.sequence
-            if sequence.epoch != sent.epoch or not self._holds(sequence):
+            if sequence.epoch != sent.epoch or not self._holds(sequence) or sent.is_void:
                 continue
-            if proposal.status == DRAFTED:
+            if proposal.status == DRAFTED and sent.num_slots is not None:
                 sequence.num_slots = sent.num_slots
-                sequence.drafts = list(proposal.draft_tokens)
+                sequence.drafts = list(proposal.draft_tokens) if is_fresh else []
             else:
                 self._to_close.append(Close(sequence.id, sequence.attachment))
                 sequence.attachment = 0
+        return exchange.compute
 
     def _fault(self, response: draft_pb2.ProposeResponse, vocab_size: int) -> str:
         if response.round != self._sent_round:

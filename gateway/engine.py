@@ -64,7 +64,7 @@ class Engine:
         self._served: Served | None = None
         self.fault: EyasError | None = None  # why the target that is there cannot be served
         self._wake = asyncio.Event()
-        drafting.on_late_answer(self._wake.set)
+        drafting.on_answer(self._wake.set)
         self._round = 0
         self._round_ended = 0.0
 
@@ -197,7 +197,12 @@ class Engine:
             vocab_size=info.vocab_size,
         )
         request = self._step_request(shares, closes)
-        response, verified = await self._target.step(request, while_waiting=self._observer.flush)
+
+        def while_waiting() -> None:
+            self._drafting.send_ahead(self._round, shares)
+            self._observer.flush()
+
+        response, verified = await self._target.step(request, while_waiting)
         self._round_ended = time.perf_counter()
         served.free_pages = response.free_pages
         times = _times(self._round_ended - began, drafted, verified)

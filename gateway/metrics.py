@@ -42,7 +42,9 @@ class Metrics:
             ["position"],
             registry=registry,
         )
-        self._prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens computed, again after a preemption", registry=registry)
+        self._prompt_tokens = Counter(
+            "eyas_prompt_tokens", "Prompt tokens computed, again after a preemption", registry=registry
+        )
         self._generated = Counter("eyas_generation_tokens", "Tokens committed", registry=registry)
         self._finished = Counter("eyas_requests", "Requests by how they ended", ["reason"], registry=registry)
         self._first_token = Histogram(

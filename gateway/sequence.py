@@ -49,10 +49,16 @@ class Sequence:
     def draft_budget(self) -> int:
         """Drafts that can be of use in the next block: none while the prompt goes in, and never as many as there
         are tokens left to generate, since every block brings one of its own."""
-        if self.num_uncomputed > 1:
-            return 0
-        left = self.request.max_tokens - self.commit.completion_tokens
-        return min(self.request.num_draft_tokens, left - 1)
+        return 0 if self.num_uncomputed > 1 else min(self.request.num_draft_tokens, self._num_left - 1)
+
+    @property
+    def next_draft_budget(self) -> int:
+        """The same for the block behind the one on its way, which commits a token at least."""
+        return max(0, min(self.request.num_draft_tokens, self._num_left - 2))
+
+    @property
+    def _num_left(self) -> int:
+        return self.request.max_tokens - self.commit.completion_tokens
 
     def sampling(self) -> common_pb2.SamplingParams:
         """The law of its tokens, as the services read it."""

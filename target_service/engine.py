@@ -72,11 +72,10 @@ class Engine:
         for index, opening in enumerate(request.opens):
             self._open(lease, opening, f"opens[{index}]")
         results, runs = self._plan(lease, request)
-        if not runs:
-            return StepOutcome(results, {})
-        hidden = self._forward(runs)
-        self._score(hidden, runs, results)
-        batches = self._features(request.round, hidden, runs)
+        hidden = self._forward(runs) if runs else None
+        if hidden is not None:
+            self._score(hidden, runs, results)
+        batches = self._features(request.round, lease, hidden, runs, results)
         for run in runs:
             run.sequence.num_tokens = run.block.start + len(run.block.tokens)
         return StepOutcome(results, batches)
@@ -183,20 +182,46 @@ class Engine:
             sampled = sampled[run.block.num_scored :]
 
     def _features(
-        self, round_: int, hidden: Hidden, runs: Sequence[_Run]
+        self,
+        round_: int,
+        lease: Lease,
+        hidden: Hidden | None,
+        runs: Sequence[_Run],
+        results: Sequence[target_pb2.BlockResult],
     ) -> dict[int, list[target_pb2.FeatureBatch]]:
         spans: dict[int, list[RowSpan]] = {}
         row = 0
         for run in runs:
-            sequence, count = run.sequence, len(run.block.tokens)
-            if sequence.subscription_id:
-                span = RowSpan(sequence.sequence_id, sequence.epoch, run.block.start, count, row)
+            sequence, block = run.sequence, run.block
+            committed = _committed(block, results[run.index].sampled_tokens)
+            span = RowSpan(sequence.sequence_id, sequence.epoch, block.start, len(block.tokens), row, committed)
+            spans.setdefault(sequence.subscription_id, []).append(span)
+            row += span.num_rows
+        for result in results:
+            if result.status == target_pb2.BLOCK_STATUS_NO_PAGES:
+                sequence = lease.sequences[result.sequence_id]
+                span = RowSpan(sequence.sequence_id, sequence.epoch, sequence.num_tokens, 0, 0, not_run=True)
                 spans.setdefault(sequence.subscription_id, []).append(span)
-            row += count
         return {
             subscription.id: make_batches(
-                round_, gather_features(hidden, subscription.taps), spans[subscription.id]
+                round_, self._gather(hidden, subscription.taps), spans[subscription.id]
             )
             for subscription in map(self.subscriptions.get, spans)
             if subscription is not None
         }
+
+    def _gather(self, hidden: Hidden | None, taps: Sequence[int]) -> torch.Tensor:
+        if hidden is not None:
+            return gather_features(hidden, taps)
+        return torch.empty(0, self.model.spec.hidden_size * (len(taps) or 1), dtype=self.model.dtype)
+
+
+def _committed(block: target_pb2.Block, sampled: Sequence[int]) -> tuple[int, ...]:
+    """The drafts at the end of a block that equal the target's draws, then the target's next draw."""
+    if not sampled:
+        return ()
+    drafts = block.tokens[len(block.tokens) - len(sampled) + 1 :]
+    num_accepted = 0
+    while num_accepted < len(drafts) and drafts[num_accepted] == sampled[num_accepted]:
+        num_accepted += 1
+    return (*drafts[:num_accepted], sampled[num_accepted])

@@ -24,13 +24,16 @@ MAX_UNREAD_BYTES = 256 * 2**20
 
 
 class RowSpan(NamedTuple):
-    """Rows [first_row, first_row + num_rows) of a step: consecutive positions of one sequence."""
+    """Rows [first_row, first_row + num_rows) of a step: consecutive positions of one sequence. A block that did not
+    run has none."""
 
     sequence_id: int
     epoch: int
     start: int
     num_rows: int
     first_row: int
+    committed: tuple[int, ...] = ()  # what the block commits, where its last row is scored
+    not_run: bool = False
 
 
 @dataclass
@@ -134,15 +137,11 @@ def gather_features(hidden: Hidden, taps: Sequence[int]) -> torch.Tensor:
 def make_batches(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> list[target_pb2.FeatureBatch]:
     """Cuts the spans of one step into messages of at most MAX_PAYLOAD_BYTES. rows: all rows of the step."""
     limit = max(1, MAX_PAYLOAD_BYTES // (rows.shape[-1] * rows.element_size()))
-    pieces = [
-        RowSpan(span.sequence_id, span.epoch, span.start + i, min(limit, span.num_rows - i), span.first_row + i)
-        for span in spans
-        for i in range(0, span.num_rows, limit)
-    ]
+    pieces = [piece for span in spans for piece in _cut(span, limit)]
     batches: list[list[RowSpan]] = []
     room = 0
     for piece in pieces:
-        if piece.num_rows > room:
+        if piece.num_rows > room or not batches:
             batches.append([])
             room = limit
         batches[-1].append(piece)
@@ -150,12 +149,33 @@ def make_batches(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> l
     return [_make_batch(round_, rows, batch) for batch in batches]
 
 
+def _cut(span: RowSpan, limit: int) -> list[RowSpan]:
+    """The span in parts of at most `limit` rows; what it commits goes with the last."""
+    begins = range(0, max(1, span.num_rows), limit)
+    parts = [
+        span._replace(
+            start=span.start + i,
+            num_rows=min(limit, span.num_rows - i),
+            first_row=span.first_row + i,
+            committed=(),
+        )
+        for i in begins
+    ]
+    return [*parts[:-1], parts[-1]._replace(committed=span.committed)]
+
+
 def _make_batch(round_: int, rows: torch.Tensor, spans: Sequence[RowSpan]) -> target_pb2.FeatureBatch:
     message = target_pb2.FeatureBatch(round=round_)
     row = 0
     for span in spans:
         message.spans.add(
-            sequence_id=span.sequence_id, epoch=span.epoch, start=span.start, count=span.num_rows, row=row
+            sequence_id=span.sequence_id,
+            epoch=span.epoch,
+            start=span.start,
+            count=span.num_rows,
+            row=row,
+            committed_tokens=span.committed,
+            not_run=span.not_run,
         )
         row += span.num_rows
     parts = [rows[span.first_row : span.first_row + span.num_rows] for span in spans]

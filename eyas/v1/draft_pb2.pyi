@@ -84,7 +84,7 @@ class CloseSlots(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
 
 class Extend(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "slot", "after_round", "tokens", "feature_round", "num_draft_tokens")
+    __slots__ = ("sequence_id", "epoch", "slot", "after_round", "tokens", "feature_round", "num_draft_tokens", "then_committed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class Extend(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    THEN_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     slot: int
@@ -99,7 +100,8 @@ class Extend(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     feature_round: int
     num_draft_tokens: int
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., slot: _Optional[int] = ..., after_round: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., feature_round: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    then_committed: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., slot: _Optional[int] = ..., after_round: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., feature_round: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., then_committed: _Optional[bool] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("round", "proposals", "free_pages", "timing")

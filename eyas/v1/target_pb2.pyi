@@ -234,15 +234,19 @@ class FeatureBatch(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., round: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[FeatureSpan, _Mapping]]] = ..., rows: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class FeatureSpan(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "start", "count", "row")
+    __slots__ = ("sequence_id", "epoch", "start", "count", "row", "committed_tokens", "not_run")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NOT_RUN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     start: int
     count: int
     row: int
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., row: _Optional[int] = ...) -> None: ...
+    committed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    not_run: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., row: _Optional[int] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., not_run: _Optional[bool] = ...) -> None: ...

@@ -153,7 +153,9 @@ async def test_draft_that_is_always_late(
         running_gateway(target.address, draft.address, draft_timeout_ms=1) as gateway,
     ):
         for _ in range(3):
-            check(await gateway.answers([REQUEST, OTHER, REQUEST, OTHER]), plain)
+            answers = await gateway.answers([REQUEST, OTHER, REQUEST, OTHER])
+            check(answers, plain)
+            assert all(answer.stats and answer.stats.num_drafts == 0 for answer in answers)
         await stand_in.until_free()
     assert len(stand_in.requests) > 3
 

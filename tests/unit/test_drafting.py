@@ -32,6 +32,7 @@ class FakeClient:
     info: draft_pb2.GetDraftInfoResponse | None = field(default_factory=lambda: INFO)
     attachment: int = 1
     is_late: bool = False
+    late_again: bool = False  # once an answer is taken
     is_ready: bool = True
     status: draft_pb2.ProposalStatus = OK
     asked: list[draft_pb2.ProposeRequest] = field(default_factory=list)
@@ -50,7 +51,7 @@ class FakeClient:
     def take_answer(self) -> Answer | None:
         if self.is_late or not self.late:
             return None
-        self.is_ready = True
+        self.is_ready, self.is_late = True, self.late_again
         return self.late.popleft()
 
     def reject(self, fault: str) -> None:
@@ -223,6 +224,21 @@ async def test_a_late_answer_fills_slots_and_gives_no_drafts(client: FakeClient,
     assert (extend.slot, list(extend.tokens)) == (4, [8])
     assert one.num_slots == 5
     assert one.drafts == [1, 2, 3]
+
+
+async def test_late_drafts_are_none_though_the_next_answer_is_late_too(
+    client: FakeClient, drafting: Drafting
+) -> None:
+    one = sequence()
+    await propose(drafting, 1, one)
+    decode(one, 7)
+    client.is_late = True
+    await propose(drafting, 2, one)
+    decode(one, 8)
+    client.is_late = False
+    client.late_again = True
+    await propose(drafting, 3, one)
+    assert (one.num_slots, one.drafts) == (4, [])
 
 
 async def test_a_late_answer_to_an_earlier_epoch_is_nothing(client: FakeClient, drafting: Drafting) -> None:
