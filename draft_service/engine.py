@@ -137,9 +137,9 @@ class Engine:
     def _check_extend(self, sequence: DraftSequence, extend: draft_pb2.Extend, field_name: str) -> None:
         if extend.WhichOneof("base") != "slot":
             raise invalid_argument(f"{field_name}.base", "must be `slot`: this draft does not run ahead")
-        if not extend.tokens:
+        if not (extend.tokens or extend.then_committed):
             raise invalid_argument(f"{field_name}.tokens", "is empty")
-        if max(extend.tokens) >= self.head.spec.vocab_size:
+        if max(extend.tokens, default=0) >= self.head.spec.vocab_size:
             raise invalid_argument(
                 f"{field_name}.tokens", f"holds an id beyond the vocabulary of {self.head.spec.vocab_size}"
             )

@@ -55,7 +55,7 @@ class DraftClient:
                 log.info("draft %s attached at %s", info.head, self.address)
                 # Known once the stream has ended.
                 said = await self._stream.details() or "it ended the stream"
-                self._detach()
+                self.detach()
                 log.warning("draft at %s is away: %s; rounds go on without it", self.address, said)
             except grpc.aio.AioRpcError as error:
                 if (reason := describe(error)) != said:
@@ -90,17 +90,17 @@ class DraftClient:
         task, self._pending = self._pending, None
         answer = None if task.cancelled() else task.result()
         if answer is None:
-            self._detach()
+            self.detach()
         return answer
 
     def reject(self, fault: str) -> None:
         """Ends the stream of a draft that breaks the contract."""
         log.error("draft at %s breaks the contract: %s", self.address, fault)
-        self._detach()
+        self.detach()
 
     async def close(self) -> None:
         """Ends the stream, and with it every sequence at the draft."""
-        self._detach()
+        self.detach()
         await self._channel.close()
 
     async def _attach(self) -> draft_pb2.GetDraftInfoResponse:
@@ -112,7 +112,8 @@ class DraftClient:
         self.info = info
         return info
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Ends the stream; the draft is attached anew after a pause."""
         self.info = None
         if self._pending is not None:
             self._pending.cancel()

@@ -108,11 +108,10 @@ class Drafting:
         if client.is_waiting:
             for sent in self._sent:
                 sent.settle()
-            answer = await client.answer()
-            compute += self._apply(answer, vocab_size, is_fresh=self._sent_round == round_ - 1)
+            compute += self._apply(await client.answer(), vocab_size)
         if client.is_ready and (request := self._request_now(round_, sequences, client, room)) is not None:
             client.send(request)
-            compute += self._apply(await client.answer(), vocab_size, is_fresh=True)
+            compute += self._apply(await client.answer(), vocab_size)
         elif not client.is_waiting and not compute:
             return NOTHING_SENT
         for sequence in sequences:
@@ -134,6 +133,11 @@ class Drafting:
                 self._extend_ahead(request, round_, share)
         if request.extends or request.closes:
             client.send(request)
+
+    def step_failed(self) -> None:
+        """Called when a step came to nothing: a message that was sent ahead of it would wait for its features."""
+        if self._client is not None and self._client.is_waiting:
+            self._client.detach()
 
     def _holds(self, sequence: Sequence) -> bool:
         return self._client is not None and 0 < sequence.attachment == self._client.attachment
@@ -201,8 +205,8 @@ class Drafting:
         )
         self._sent.append(_Sent(sequence, sequence.epoch, num_drafts, None, sequence.num_computed))
 
-    def _apply(self, answer: Answer | None, vocab_size: int, *, is_fresh: bool) -> float:
-        """Notes slots, and drafts if they stand behind the last tokens (`is_fresh`). Returns the draft's seconds."""
+    def _apply(self, answer: Answer | None, vocab_size: int) -> float:
+        """Notes slots, and drafts unless more has been computed meanwhile. Returns the draft's seconds."""
         if answer is None:
             return 0.0
         response, exchange = answer
@@ -215,7 +219,8 @@ class Drafting:
                 continue
             if proposal.status == DRAFTED and sent.num_slots is not None:
                 sequence.num_slots = sent.num_slots
-                sequence.drafts = list(proposal.draft_tokens) if is_fresh else []
+                is_late = sent.num_slots < sequence.num_computed
+                sequence.drafts = [] if is_late else list(proposal.draft_tokens)
             else:
                 self._to_close.append(Close(sequence.id, sequence.attachment))
                 sequence.attachment = 0

@@ -273,6 +273,7 @@ class Engine:
 
     def _fail_all(self, error: GenerationError) -> None:
         self._served = None
+        self._drafting.step_failed()
         for sequence in self._scheduler.drop_all():
             sequence.deltas.put_nowait(error)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draft_service.engine import DraftSequence, Engine, Lease
-from eyas.v1 import draft_pb2
+from eyas.v1 import draft_pb2, target_pb2
 from eyas_kernels.sampling import SamplingLaw, draw
 from target_service.features import Subscription
 from tests.helpers.messages import DRAFTED, block, extend, opening, propose, slots
@@ -184,6 +184,32 @@ async def test_the_targets_draw_is_the_drafts_when_they_think_alike(folder: Path
         assert agreed >= 15
 
 
+@pytest.mark.parametrize("config", [{"rope_theta": 77.0}, {"page_size": 5}, {"page_size": 1, "num_pages": 100}])
+async def test_what_the_configuration_changes(
+    folder: Path, head: Path, tmp_path: Path, target: RunningTarget, config: dict[str, Any]
+) -> None:
+    slow = ReferenceHead(head, folder, config.get("rope_theta"))
+    async with (
+        running_draft(head, tmp_path, target.address, **config) as draft,
+        streams(target, draft) as rounds,
+    ):
+        for text, drafts in await play(await prompted(rounds)):
+            assert drafts == slow.propose(text[1:], target_features(folder, text[:-1], slow.taps), len(drafts))
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+async def test_the_element_type_is_the_targets_unless_another_is_asked_for(
+    folder: Path, head: Path, tmp_path: Path, asked: str, dtype: torch.dtype
+) -> None:
+    async with (
+        running_target(folder, tmp_path, num_pages=60, dtype="bfloat16") as target,
+        running_draft(head, tmp_path, target.address, dtype=asked) as draft,
+        streams(target, draft) as rounds,
+    ):
+        assert draft.engine.head.dtype == dtype
+        assert len(await (await prompted(rounds)).draft(3)) == 3
+
+
 # ---- features
 
 
@@ -233,7 +259,8 @@ async def test_features_of_an_old_epoch_do_not_count(rounds: Streams, reference:
     pair = await prompted(rounds)
     await pair.draft(2)
     await rounds.propose(opens=[slots(1, epoch=1)], closes=[1])
-    await pair.feed(1)
+    pair.num_computed = 0
+    await pair.feed(20)
     stale = extend(1, 0, words(3), 2, rounds.round, epoch=1)
     assert (await rounds.propose(stale)).proposals[0].status == NO_FEATURES
     again = Pair(rounds, 1, 1, text=words(15))
@@ -267,6 +294,78 @@ async def test_what_cannot_come_is_not_waited_for(rounds: Streams) -> None:
     response = await rounds.propose(*extends)
     assert [(p.sequence_id, p.epoch, p.status) for p in response.proposals] == [(1, 1, STALE), (9, 0, UNKNOWN)]
     assert not any(proposal.draft_tokens for proposal in response.proposals)
+
+
+# ---- proposals that are sent before the step
+
+
+@pytest.mark.usefixtures("endless_wait")
+@pytest.mark.parametrize("head", ["eagle1", "eagle3-reduced"], indirect=True)
+async def test_it_drafts_behind_what_the_step_commits(
+    rounds: Streams, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a prompt, behind rounds of which all, some and none is accepted, and behind rounds without drafts."""
+    pair, checked = Pair(rounds, text=words(20)), 0
+    await pair.open()
+    drafts = list((await pair.verify_ahead([], 3)).draft_tokens)
+    for turn in range(8):
+        assert drafts == reference(pair.text, len(drafts))
+        if turn % 3 == 0:  # the target's own tokens, with a lie at the end
+            drafts = [*await true_tokens(pair, turn // 3), 511]
+        if turn == 4:
+            monkeypatch.setattr("target_service.features.MAX_PAYLOAD_BYTES", 1)
+        proposal = await pair.verify_ahead(drafts, 2 + turn % 3)
+        assert proposal.status == DRAFTED
+        drafts = list(proposal.draft_tokens)
+        checked += len(drafts)
+    assert checked == sum(2 + turn % 3 for turn in range(8))
+    await pair.settle([], 0, 9)
+    await pair.settle([5], 1, 10)
+    assert list((await pair.verify_ahead([3], 4)).draft_tokens) == reference(pair.text, 4)
+
+
+async def true_tokens(pair: Pair, count: int) -> list[int]:
+    """What the target draws behind the text, found in rounds that commit nothing."""
+    found: list[int] = []
+    while len(found) < count:
+        found.append((await pair.verify([pair.text[-1], *found]))[-1])
+    return found
+
+
+@pytest.mark.usefixtures("endless_wait")
+@pytest.mark.parametrize("known", [[], [7]])
+async def test_a_step_without_the_block_leaves_the_sequence_as_it_was(
+    target: RunningTarget, rounds: Streams, reference: Any, known: list[int]
+) -> None:
+    """The target had no pages: there is nothing to draft behind, and the stream goes on."""
+    pair = await prompted(rounds, 32)
+    await pair.draft(1)
+    await rounds.step(block(2, 0, [5] * 512), opens=[opening(2)])
+    await rounds.step(block(3, 0, [5] * 26 * 16), opens=[opening(3)])
+    assert target.engine.allocator.num_free == 0
+    ahead = extend(1, 32, known, 3, rounds.round + 1, then_committed=True)
+    await rounds.proposals.write(propose(ahead, round=rounds.round + 1))
+    response = await rounds.step(block(1, 32, [pair.text[-1]], 1))
+    assert response.results[0].status == target_pb2.BLOCK_STATUS_NO_PAGES
+    (proposal,) = (await rounds.proposals.read()).proposals
+    assert (proposal.status, list(proposal.draft_tokens)) == (NO_FEATURES, [])
+    await rounds.step(closes=[2, 3])
+    await pair.feed(1)
+    pair.text.append(8)
+    assert await pair.draft(4) == reference(pair.text, 4)
+
+
+@pytest.mark.usefixtures("endless_wait")
+async def test_a_step_that_is_over_is_not_waited_for(rounds: Streams, reference: Any) -> None:
+    """What it committed is not known any more; its features are."""
+    pair = await prompted(rounds)
+    await pair.draft(1)
+    await pair.settle([], 0, 9)
+    missed = pair.feature_round
+    await pair.settle([], 0, 10)
+    ahead = extend(1, 20, [], 3, missed, then_committed=True)
+    assert (await rounds.propose(ahead)).proposals[0].status == NO_FEATURES
+    assert await pair.draft(4) == reference(pair.text, 4)
 
 
 # ---- pages

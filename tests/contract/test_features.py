@@ -20,9 +20,12 @@ from target_service import features
 from target_service.features import RowSpan, Subscription, gather_features, make_batches
 from target_service.model import Decoder
 from tests.helpers.messages import OK, block, opening, refused, refused_field, step
+from tests.helpers.reference_head import greedy_tokens
 from tests.helpers.services import RunningTarget, exchange, running_target, target_stub
 from tests.helpers.tiny_models import make_target
 
+NO_PAGES = target_pb2.BLOCK_STATUS_NO_PAGES
+UNKNOWN = target_pb2.BLOCK_STATUS_UNKNOWN_SEQUENCE
 BYTES = common_pb2.FEATURE_TRANSPORT_BYTES
 TEXT = [*range(40, 100)]
 EAGLE3 = (2, 3, 5)
@@ -191,17 +194,54 @@ async def test_every_subscription_gets_its_own_sequences_and_taps(target: Runnin
             assert torch.equal(rows[row : row + count], expected_rows(model, texts[sequence], taps))
 
 
-async def test_a_block_that_did_not_run_has_no_features(target: RunningTarget, stub: Any) -> None:
+async def test_a_block_that_did_not_run_is_said_to_have_no_features(target: RunningTarget, stub: Any) -> None:
+    """Beside a block that did, and when none did."""
     stream, subscription = await subscribed(stub)
     opens = [opening(i, 0, subscription) for i in (1, 2)]
     steps = stub.Step()
     await exchange(steps, step(block(1, 0, [5] * 64), opens=opens))
     for start in range(64, 320, 64):
         await exchange(steps, step(block(1, start, [5] * 64)))
-    await exchange(steps, step(block(2, 0, TEXT[:3]), block(1, 0, [6]), block(3, 0, [1]), round=7))
-    batches = [await read_batch(stream) for _ in range(6)]
-    assert batches[-1].round == 7
-    assert spans(batches[-1]) == [(1, 0, 0, 1, 0)]
+    full = step(block(2, 0, TEXT[:3], 1), block(1, 0, [6]), block(3, 0, [1]), round=7)
+    assert [result.status for result in (await exchange(steps, full)).results] == [NO_PAGES, OK, UNKNOWN]
+    await exchange(steps, step(block(2, 0, TEXT[:3], 1), block(3, 0, [1]), round=8))
+    seven, eight = [await read_batch(stream) for _ in range(7)][-2:]
+    assert (seven.round, eight.round) == (7, 8)
+    assert {(span.sequence_id, span.count, span.not_run) for span in seven.spans} == {
+        (1, 1, False),
+        (2, 0, True),
+    }
+    assert [(span.sequence_id, span.count, span.not_run) for span in eight.spans] == [(2, 0, True)]
+    assert decode_tensor(eight.rows).shape == (0, 192)
+
+
+async def test_the_rows_come_with_what_the_block_commits(
+    folder: Path, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts that the target draws too, then its next draw; where rows are cut, with the last of them."""
+    stream, subscription = await subscribed(stub)
+    steps, (a, b, c, d, e) = stub.Step(), greedy_tokens(folder, TEXT[:14], 5)
+    wrong = 511
+
+    async def committed(start: int, tokens: list[int], num_scored: int) -> list[list[int]]:
+        """What each span of the step says."""
+        opens = [opening(1, 0, subscription)] if start == 0 else []
+        await exchange(steps, step(block(1, start, tokens, num_scored), opens=opens))
+        found: list[target_pb2.FeatureSpan] = []
+        while sum(span.count for span in found) < len(tokens):
+            found += (await read_batch(stream)).spans
+        return [list(span.committed_tokens) for span in found]
+
+    assert await committed(0, TEXT[:10], 0) == [[]]
+    assert await committed(10, TEXT[10:14], 1) == [[a]]
+    assert await committed(14, [a], 1) == [[b]]
+    assert await committed(14, [a, b, c, wrong], 4) == [[b, c, d]]
+    assert await committed(14, [a, b, wrong, d], 4) == [[b, c]]
+    assert await committed(14, [a, wrong, c], 3) == [[b]]
+    assert await committed(14, [a, b, c], 3) == [[b, c, d]]
+    assert await committed(14, [a, b, c, d], 2) == [[d, e]]
+    monkeypatch.setattr(features, "MAX_PAYLOAD_BYTES", 2 * 192 * 4)
+    assert await committed(14, [a, b, c, wrong, wrong], 5) == [[], [], [b, c, d]]
 
 
 async def test_large_steps_come_in_several_messages(

@@ -13,6 +13,7 @@ from tests.helpers.engine import Answer
 from tests.helpers.equivalence import (
     HEADS,
     LAWS,
+    LED_HEADS,
     PROMPTS,
     STAND_INS,
     check_acceptance,
@@ -41,7 +42,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", [*HEADS, *STAND_INS])
+@pytest.mark.parametrize("name", [*HEADS, *STAND_INS, *LED_HEADS])
 async def test_any_k(name: str, law: str, target_folder: Path, tmp_path: Path) -> None:
     asked = requests(law, MAX_TOKENS)
     async with running_target(target_folder, tmp_path) as target:

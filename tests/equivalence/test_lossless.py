@@ -12,6 +12,7 @@ from tests.helpers.engine import Answer
 from tests.helpers.equivalence import (
     HEADS,
     LAWS,
+    LED_HEADS,
     PROMPTS,
     STAND_INS,
     check_acceptance,
@@ -31,7 +32,7 @@ EVERY_K_AND_SIZE = [*((k, 1 + k % 4) for k in range(9)), *((3, size) for size in
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", [*HEADS, *STAND_INS])
+@pytest.mark.parametrize("name", [*HEADS, *STAND_INS, *LED_HEADS])
 async def test_any_k_in_any_batch(name: str, law: str, mild_target: Path, tmp_path: Path) -> None:
     asked = requests(law, MAX_TOKENS)
     async with running_target(mild_target, tmp_path) as target:

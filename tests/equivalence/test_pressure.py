@@ -23,7 +23,7 @@ from tests.helpers.services import running_target
 
 pytest_plugins = ("tests.helpers.tiny_fixtures",)
 
-DRAFTS = [*HEADS, "scripted"]
+DRAFTS = [*HEADS, "scripted", "scripted head"]
 MAX_TOKENS = 24
 
 
@@ -53,9 +53,11 @@ async def test_preemption(
         plain = await plain_answers(target, asked)
         with caplog.at_level(logging.INFO, "gateway.engine"):
             async with speculating(name, mild_target, target, tmp_path, texts(asked, plain)) as gateway:
-                for k in (0, 1, 4):
-                    answers = await gateway.answers([replace(r, num_draft_tokens=k) for r in asked])
-                    assert [a.visible for a in answers] == [a.visible for a in plain], k
+                for ks in (0, 0, 0, 0), (1, 1, 1, 1), (4, 4, 4, 4), (0, 3, 0, 5), (2, 0, 2, 0):
+                    answers = await gateway.answers(
+                        [replace(r, num_draft_tokens=k) for r, k in zip(asked, ks, strict=True)]
+                    )
+                    assert [a.visible for a in answers] == [a.visible for a in plain], ks
         await target.until_free()
     assert "goes back to the queue" in caplog.text
 

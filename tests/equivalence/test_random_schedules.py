@@ -17,7 +17,7 @@ from tests.helpers.services import RunningTarget, running_target
 
 pytest_plugins = ("tests.helpers.tiny_fixtures",)
 
-DRAFTS = (*HEADS, "scripted", "liar")
+DRAFTS = (*HEADS, "scripted", "scripted head", "liar head")
 WORDS = ("a", "an eyas", "hunts at dawn", "and returns to its nest")
 STOPS = ("a", "X", "\ufffd\ufffd", "f\ufffd", "0")
 

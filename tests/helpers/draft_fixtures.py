@@ -94,9 +94,11 @@ def reference(head: Path, folder: Path) -> Callable[[list[int], int], list[int]]
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests in which features never come."""
     monkeypatch.setattr(service, "FEATURE_SECONDS", 0.05)
+    monkeypatch.setattr(service, "STEP_SECONDS", 0.05)
 
 
 @pytest.fixture
 def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests in which the wait for features must not run out."""
     monkeypatch.setattr(service, "FEATURE_SECONDS", 1e6)
+    monkeypatch.setattr(service, "STEP_SECONDS", 1e6)

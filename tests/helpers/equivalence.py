@@ -11,7 +11,15 @@ from typing import Any, get_args
 from gateway.request import GenerationRequest, Sampling
 from tests.helpers.engine import GREEDY, Answer, Gateway, ask, running_gateway
 from tests.helpers.services import RunningTarget, running_draft
-from tests.helpers.standins import Policy, StandIn, liar, oracle, running_stand_in, scripted
+from tests.helpers.standins import (
+    Policy,
+    StandIn,
+    lead_by_the_nose,
+    liar,
+    oracle,
+    running_stand_in,
+    scripted,
+)
 from tests.helpers.tiny_heads import HeadKind
 from tests.helpers.tiny_models import make_head
 
@@ -23,6 +31,7 @@ LAWS = {
 }
 HEADS: tuple[HeadKind, ...] = get_args(HeadKind)
 STAND_INS = ("oracle", "liar", "scripted")
+LED_HEADS = ("oracle head", "liar head", "scripted head")
 
 
 def requests(law: str, max_tokens: int) -> list[GenerationRequest]:
@@ -50,14 +59,15 @@ async def speculating(
     name: str, model: Path, target: RunningTarget, folder: Path, known: Sequence[Sequence[int]], **config: Any
 ) -> AsyncIterator[Gateway]:
     """A gateway whose draft is the head or stand-in of that name; the draft holds no slots in the end."""
-    if name in HEADS:
-        head = make_head(folder / name, name, model, imitate=True)
-        async with (
-            running_draft(head, folder, target.address) as draft,
-            running_gateway(target.address, draft.address, **config) as gateway,
-        ):
-            yield gateway
-            await draft.until_free()
+    if name not in STAND_INS:
+        kind: HeadKind = "eagle1" if name == "eagle1" else "eagle3"
+        head = make_head(folder / "head", kind, model, imitate=True)
+        async with running_draft(head, folder, target.address) as draft:
+            if name in LED_HEADS:
+                lead_by_the_nose(draft, _policy(name.removesuffix(" head"), known))
+            async with running_gateway(target.address, draft.address, **config) as gateway:
+                yield gateway
+                await draft.until_free()
         return
     stand_in = StandIn(_policy(name, known))
     async with (
@@ -80,9 +90,9 @@ def check_acceptance(name: str, answers: Sequence[Answer]) -> None:
     drafted = sum(s.num_draft_tokens for s in stats)
     accepted = sum(s.num_accepted_tokens for s in stats)
     assert drafted > 0
-    if name == "oracle":
+    if name.startswith("oracle"):
         assert accepted == drafted
-    elif name == "liar":
+    elif name.startswith("liar"):
         assert accepted == 0
     else:
         assert 0 < accepted < drafted

@@ -56,7 +56,13 @@ def slots(sequence: int, epoch: int = 0, **law: Any) -> draft_pb2.OpenSlots:
 
 
 def extend(
-    sequence: int, slot: int, tokens: Sequence[int], k: int = 0, feature_round: int = 1, epoch: int = 0
+    sequence: int,
+    slot: int,
+    tokens: Sequence[int],
+    k: int = 0,
+    feature_round: int = 1,
+    epoch: int = 0,
+    then_committed: bool = False,
 ) -> draft_pb2.Extend:
     return draft_pb2.Extend(
         sequence_id=sequence,
@@ -65,6 +71,7 @@ def extend(
         tokens=tokens,
         num_draft_tokens=k,
         feature_round=feature_round,
+        then_committed=then_committed,
     )
 
 

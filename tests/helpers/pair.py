@@ -70,11 +70,10 @@ class Pair:
         await self.verify(self.text[self.num_computed : self.num_computed + num_tokens])
         self.num_computed += num_tokens
 
-    async def verify(self, tokens: Sequence[int]) -> list[int]:
-        """The target runs these tokens behind the computed ones and scores each; commits nothing."""
-        response = await self.streams.step(
-            block(self.sequence, self.num_computed, tokens, len(tokens), self.epoch)
-        )
+    async def verify(self, tokens: Sequence[int], num_scored: int | None = None) -> list[int]:
+        """The target runs these tokens behind the computed ones and scores the last, or all; commits nothing."""
+        scored = len(tokens) if num_scored is None else num_scored
+        response = await self.streams.step(block(self.sequence, self.num_computed, tokens, scored, self.epoch))
         self.feature_round = self.streams.round
         (result,) = response.results
         assert result.status == OK
@@ -91,6 +90,23 @@ class Pair:
         end = self.num_computed if num_slots is None else num_slots
         tokens = self.text[self.num_slots + 1 : end + 1]
         return extend(self.sequence, self.num_slots, tokens, k, self.feature_round, self.epoch)
+
+    async def verify_ahead(self, drafts: Sequence[int], k: int) -> draft_pb2.Proposal:
+        """Verifies the drafts behind the newest token, commits what the target commits, and gets the k drafts
+        behind it, for which the draft was asked before the step was sent."""
+        feature_round = self.streams.round + 1
+        begin, known = self.num_slots, self.text[self.num_slots + 1 :]
+        ahead = extend(self.sequence, begin, known, k, feature_round, self.epoch, then_committed=True)
+        await self.streams.proposals.write(propose(ahead, round=feature_round))
+        drawn = await self.verify([*self.text[self.num_computed :], *drafts], 1 + len(drafts))
+        num_accepted = 0
+        while num_accepted < len(drafts) and drafts[num_accepted] == drawn[num_accepted]:
+            num_accepted += 1
+        self.num_computed = len(self.text) + num_accepted
+        self.text += drawn[: num_accepted + 1]
+        self.num_slots = self.num_computed
+        (proposal,) = (await self.streams.proposals.read()).proposals
+        return proposal
 
     async def draft(self, k: int, num_slots: int | None = None) -> list[int]:
         """Writes those slots and returns the drafts."""

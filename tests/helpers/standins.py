@@ -1,6 +1,7 @@
-"""Draft services without a head behind the real contract, whose every proposal is known beforehand.
+"""Drafts whose every proposal is known beforehand: services without a head behind the real contract, which need no
+features, and real ones that are made to say what they are told.
 
-They need no features. A stand-in holds the gateway to the contract too: what it breaks is an error on leaving.
+A stand-in holds the gateway to the contract too: what it breaks is an error on leaving.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from eyas.server import Server
 from eyas.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from tests.helpers.services import RunningDraft
 
 SERVICE = "eyas.v1.DraftService"
 OK = draft_pb2.PROPOSAL_STATUS_OK
@@ -198,3 +200,24 @@ async def running_stand_in(
             stand_in.gate.set()
             await server.stop(0)
     assert not stand_in.broken
+
+
+def lead_by_the_nose(draft: RunningDraft, policy: Policy) -> None:
+    """Has a real draft propose what the policy says. It reads its features and writes its slots all the same."""
+    slots: dict[int, Slots] = {}
+    service: Any = draft.service
+    propose = service._propose
+
+    async def as_told(engine: Any, lease: Any, held: Any, request: draft_pb2.ProposeRequest) -> Any:
+        response = await propose(engine, lease, held, request)
+        for opening in request.opens:
+            slots[opening.sequence_id] = Slots(opening.epoch, opening.sampling, opening.traceparent)
+        for extend, proposal in zip(request.extends, response.proposals, strict=True):
+            if proposal.status == OK:
+                known, k = slots[extend.sequence_id], extend.num_draft_tokens
+                known.tokens[extend.slot :] = extend.tokens  # the committed ones have been added
+                known.num_proposals += k > 0
+                proposal.draft_tokens[:] = policy(known, k) if k else []
+        return response
+
+    service._propose = as_told

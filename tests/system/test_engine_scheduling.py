@@ -19,9 +19,9 @@ from gateway.resolve import Ask, ContextLengthError, resolve
 from gateway.service import wait_for_services
 from gateway.text import TokenizerError
 from tests.helpers.engine import Answer, Gateway, ask, running_gateway, until
-from tests.helpers.services import RunningTarget, exchange, running_target, target_stub
+from tests.helpers.services import RunningTarget, exchange, running_draft, running_target, target_stub
 from tests.helpers.standins import StandIn, oracle, running_stand_in
-from tests.helpers.tiny_models import make_target
+from tests.helpers.tiny_models import make_head, make_target
 
 pytest_plugins = ("tests.helpers.tiny_fixtures",)
 
@@ -221,6 +221,29 @@ async def test_a_fault_in_a_round_fails_its_requests_only(
         await stand_in.until_free()
         assert (await gateway.answer(request)).visible == plain.visible
         assert stand_in.num_streams == 1
+
+
+async def test_a_fault_in_a_round_leaves_the_draft_usable(
+    tiny_target: Path, target: RunningTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been told of a step that came to nothing, and must not wait for its features."""
+    request = ask("an eyas", 20, k=2)
+    head = make_head(tmp_path / "head", "eagle3", tiny_target)
+    async with (
+        running_draft(head, tmp_path, target.address) as draft,
+        running_gateway(target.address, draft.address) as gateway,
+    ):
+        plain = await gateway.answer(request)
+        with monkeypatch.context() as patch:
+            patch.setattr("target_service.engine.draw", lambda *_: 1 / 0)
+            with pytest.raises(GenerationError):
+                await gateway.answer(request)
+        await until(lambda: gateway.engine.is_connected and not gateway.engine.is_degraded)
+        answer = await gateway.answer(request)
+        assert answer.visible == plain.visible
+        assert answer.stats is not None
+        assert answer.stats.num_drafts > 10
+        await draft.until_free()
 
 
 async def test_a_target_without_a_tokenizer_is_named_at_the_start(
