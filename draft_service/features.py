@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,24 +40,27 @@ class _Held:
     epoch: int
     start: int = 0
     round: int = 0
-    rows: list[torch.Tensor] = field(default_factory=list)  # one [width] each
+    rows: torch.Tensor | None = None  # [features, width]
     committed: Sequence[int] = ()  # by step `round`
     not_run: bool = False  # step `round` has no features of it
 
     @property
     def end(self) -> int:
-        return self.start + len(self.rows)
+        return self.start + (0 if self.rows is None else len(self.rows))
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Position-addressed: what is held from `start` on is overwritten; behind a gap, everything is."""
-        if not self.start <= start <= self.end:
-            self.start, self.rows = start, []
-        del self.rows[start - self.start :]
-        self.rows.extend(rows)
+        if self.rows is not None and self.start < start <= self.end:
+            self.rows = torch.cat((self.rows[: start - self.start], rows))
+        else:
+            self.start, self.rows = start, rows
 
-    def drop_before(self, position: int) -> None:
-        del self.rows[: max(0, position - self.start)]
-        self.start = max(self.start, position)
+    def take(self, begin: int, end: int) -> torch.Tensor:
+        """Features h_begin .. h_{end - 1}, which must be held; they are not kept."""
+        assert self.rows is not None
+        taken, self.rows = self.rows[begin - self.start : end - self.start], self.rows[end - self.start :]
+        self.start = end
+        return taken
 
 
 class FeatureStore:
@@ -65,7 +68,7 @@ class FeatureStore:
 
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
-        self._arrival = asyncio.Condition()
+        self._waiting: list[tuple[Sequence[Need], asyncio.Future[None]]] = []
 
     def open(self, sequence_id: int, epoch: int) -> None:
         """Begins to hold features for a sequence."""
@@ -77,7 +80,7 @@ class FeatureStore:
         if held is not None and held.epoch == epoch:
             del self._held[sequence_id]
 
-    async def add(self, batch: target_pb2.FeatureBatch) -> None:
+    def add(self, batch: target_pb2.FeatureBatch) -> None:
         """Takes a message in. Raises TransportError when it contradicts itself."""
         rows = decode_tensor(batch.rows)
         for span in batch.spans:
@@ -85,19 +88,24 @@ class FeatureStore:
             if held is not None and held.epoch == span.epoch:
                 held.write(span.start, rows[span.row : span.row + span.count])
                 held.round = batch.round
-                held.committed = tuple(span.committed_tokens)
+                held.committed = span.committed_tokens
                 held.not_run = span.not_run
-        async with self._arrival:
-            self._arrival.notify_all()
+        for needs, arrived in self._waiting:
+            if not arrived.done() and all(map(self._is_settled, needs)):
+                arrived.set_result(None)
 
-    async def wait(self, needs: Iterable[Need], seconds: float) -> None:
+    async def wait(self, needs: Sequence[Need], seconds: float) -> None:
         """Returns once all that is needed has arrived, or will not arrive any more, or after `seconds`."""
-        waiting = [need for need in needs if not self._is_settled(need)]
-        if not waiting:
+        if all(map(self._is_settled, needs)):
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._arrival:
-                await self._arrival.wait_for(lambda: all(map(self._is_settled, waiting)))
+        waiting = needs, asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await waiting[1]
+        finally:
+            self._waiting.remove(waiting)
 
     def take(self, need: Need) -> Taken | None:
         """What is needed, or None where some is missing; what is taken is not kept."""
@@ -105,10 +113,7 @@ class FeatureStore:
         if held is None or not self._has(need):
             return None
         committed = held.committed if need.then_committed else ()
-        end = need.begin + need.num_known + len(committed)
-        rows = torch.stack(held.rows[need.begin - held.start : end - held.start])
-        held.drop_before(end)
-        return Taken(rows, committed)
+        return Taken(held.take(need.begin, need.begin + need.num_known + len(committed)), committed)
 
     def _is_settled(self, need: Need) -> bool:
         """Whether waiting longer is of no use."""

@@ -113,7 +113,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             await set_serving(True)
             try:
                 while True:
-                    await self._features.add((await read(stream)).batch)
+                    self._features.add((await read(stream)).batch)
             finally:
                 self._info = None
                 self._metrics.attached(None)
@@ -249,7 +249,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             for extend in request.extends
         ]
         early = any(extend.then_committed for extend in request.extends)
-        await self._features.wait(filter(None, needs), STEP_SECONDS if early else FEATURE_SECONDS)
+        await self._features.wait(
+            [need for need in needs if need is not None], STEP_SECONDS if early else FEATURE_SECONDS
+        )
         taken = [need and self._features.take(need) for need in needs]
         for extend, part in zip(request.extends, taken, strict=True):
             extend.tokens.extend(part.committed if part else ())

@@ -204,14 +204,15 @@ class Engine:
                 spans.setdefault(sequence.subscription_id, []).append(span)
         return {
             subscription.id: make_batches(
-                round_, self._gather(hidden, subscription.taps), spans[subscription.id]
+                round_, self._gather(hidden, subscription.taps, spans[subscription.id]), spans[subscription.id]
             )
             for subscription in map(self.subscriptions.get, spans)
             if subscription is not None
         }
 
-    def _gather(self, hidden: Hidden | None, taps: Sequence[int]) -> torch.Tensor:
-        if hidden is not None:
+    def _gather(self, hidden: Hidden | None, taps: Sequence[int], spans: Sequence[RowSpan]) -> torch.Tensor:
+        """All rows of the step, or none where no span has any: then nothing was tapped for them."""
+        if hidden is not None and any(span.num_rows for span in spans):
             return gather_features(hidden, taps)
         return torch.empty(0, self.model.spec.hidden_size * (len(taps) or 1), dtype=self.model.dtype)
 

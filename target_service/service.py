@@ -97,7 +97,6 @@ class _Done:
 
     request: target_pb2.StepRequest
     response: target_pb2.StepResponse
-    outcome: StepOutcome
     seconds: float
 
 
@@ -148,8 +147,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             async with aclosing(pipelined(request_iterator, submit)) as steps:
                 async for done in steps:
                     yield done.response
-                    # The response goes first: its way to the draft, through the gateway, is the longer one.
-                    self._publish(done, held)
+                    self._note(done, held)
         finally:
             self._spans.end(held)
             # Behind whatever still computes for this stream, so that no page is freed under it.
@@ -159,6 +157,10 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         received = time.perf_counter()
         loop = asyncio.get_running_loop()
         outcome, began, ended = await loop.run_in_executor(self._compute, self._timed_step, lease, request)
+        # First of all the features: the draft waits for them.
+        for subscription_id, batches in outcome.batches.items():
+            if (subscription := self._subscriptions.get(subscription_id)) is not None:
+                subscription.offer(batches)
         timing = common_pb2.ServiceTiming(
             queue_us=round((began - received) * 1e6),
             compute_us=round((ended - began) * 1e6),
@@ -170,13 +172,10 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             free_pages=self._engine.allocator.num_free,
             timing=timing,
         )
-        return _Done(request, response, outcome, ended - began)
+        return _Done(request, response, ended - began)
 
-    def _publish(self, done: _Done, held: set[int]) -> None:
-        """Sends the features of a step on their way, and counts it."""
-        for subscription_id, batches in done.outcome.batches.items():
-            if (subscription := self._subscriptions.get(subscription_id)) is not None:
-                subscription.offer(batches)
+    def _note(self, done: _Done, held: set[int]) -> None:
+        """Counts a step, and traces what it opened and closed."""
         closed = [close.sequence_id for close in done.request.closes]
         self._spans.update(done.request.opens, closed)
         held.difference_update(closed)

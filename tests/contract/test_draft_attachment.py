@@ -22,6 +22,7 @@ from tests.helpers.services import RunningDraft, draft_stub, exchange, running_d
 from tests.helpers.tiny_models import make_head, make_target
 
 pytest_plugins = ["tests.helpers.draft_fixtures"]
+pytestmark = pytest.mark.usefixtures("patient")
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -71,7 +72,6 @@ async def test_without_its_target_it_says_unavailable(folder: Path, head: Path, 
         assert not draft.attached.done()
 
 
-@pytest.mark.usefixtures("endless_wait")
 async def test_a_proposal_that_waits_for_lost_features_ends(folder: Path, head: Path, tmp_path: Path) -> None:
     async with (
         running_target(folder, tmp_path) as target,
@@ -115,31 +115,60 @@ async def test_another_target_comes_back(folder: Path, head: Path, tmp_path: Pat
                 await draft.attached
 
 
-@pytest.mark.parametrize("moment", ["GetTargetInfo", "Features"])
-async def test_a_target_that_goes_away_while_the_draft_attaches(
-    folder: Path, head: Path, tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch, moment: str
+def failing_once(call: Any, code: grpc.StatusCode) -> Any:
+    """The call, which fails the first time."""
+    failed: list[bool] = []
+
+    async def fail_then_ask(request: Any) -> Any:
+        if failed:
+            return await call(request)
+        failed.append(True)
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "socket closed")
+
+    return fail_then_ask
+
+
+async def test_a_target_that_goes_away_before_it_is_described(
+    folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is waited for again, whatever the draft was about to ask."""
+    async with (
+        running_target(folder, tmp_path) as target,
+        running_draft(head, tmp_path, target.address, wait=False) as draft,
+    ):
+        stub = draft.service._link._stub
+        monkeypatch.setattr(stub, "GetTargetInfo", failing_once(stub.GetTargetInfo, UNAVAILABLE))
+        await draft.until_serving()
+
+
+async def test_a_target_that_cannot_describe_itself(
+    folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        running_target(folder, tmp_path) as target,
+        running_draft(head, tmp_path, target.address, wait=False) as draft,
+    ):
+        stub = draft.service._link._stub
+        monkeypatch.setattr(stub, "GetTargetInfo", failing_once(stub.GetTargetInfo, grpc.StatusCode.INTERNAL))
+        with pytest.raises(EyasError, match=r"^the target at unix:.* does not describe itself: socket closed"):
+            await draft.attached
+
+
+async def test_a_target_that_goes_away_before_it_is_subscribed_to(
+    folder: Path, head: Path, tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_target(folder, tmp_path) as first:  # noqa: SIM117 (the second target is within both)
         async with running_draft(head, tmp_path, first.address, wait=False) as draft:
             stub, stopped = draft.service._link._stub, asyncio.Event()
-            ask = getattr(stub, moment)
-
-            async def stop_and_describe(request: Any) -> Any:
-                await first.server.stop(0)
-                stopped.set()
-                return await ask(request)
+            features = stub.Features
 
             def stop_and_subscribe() -> Any:
                 stop = asyncio.ensure_future(first.server.stop(0))
                 stop.add_done_callback(lambda _: stopped.set())
-                return LateCall(ask(), stop)
+                return LateCall(features(), stop)
 
-            monkeypatch.setattr(
-                stub, moment, stop_and_describe if moment == "GetTargetInfo" else stop_and_subscribe
-            )
+            monkeypatch.setattr(stub, "Features", stop_and_subscribe)
             await stopped.wait()
-            monkeypatch.setattr(stub, moment, ask)
+            monkeypatch.setattr(stub, "Features", features)
             async with running_target(folder, tmp_path) as second:
                 await draft.until_serving()
                 async with streams(second, draft) as rounds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.helpers.pair import Pair, Streams, prompted, streams, words
 from tests.helpers.services import RunningDraft, RunningTarget, draft_stub, exchange, running_draft
 
 pytest_plugins = ["tests.helpers.draft_fixtures"]
+pytestmark = pytest.mark.usefixtures("patient")
 
 UNKNOWN = draft_pb2.PROPOSAL_STATUS_UNKNOWN_SEQUENCE
 
@@ -83,7 +85,6 @@ async def test_a_sequence_that_moves_to_another_stream_keeps_its_features(
         assert await pair.draft(3) == reference(pair.text, 3)
 
 
-@pytest.mark.usefixtures("endless_wait")
 async def test_many_streams_cancelled_on_the_way_leak_nothing(
     target: RunningTarget, draft: RunningDraft
 ) -> None:
@@ -128,25 +129,31 @@ VIOLATIONS = {
 }
 
 
-@pytest.mark.usefixtures("short_wait")
 @pytest.mark.parametrize(("request_", "field"), VIOLATIONS.values(), ids=VIOLATIONS)
 async def test_a_broken_contract_names_the_field_and_frees_all(
-    rounds: Streams, draft: RunningDraft, request_: draft_pb2.ProposeRequest, field: str
+    rounds: Streams,
+    draft: RunningDraft,
+    request_: draft_pb2.ProposeRequest,
+    field: str,
+    give_up_soon: Callable[[], None],
 ) -> None:
     pair = await prompted(rounds)
     await pair.draft(2)
     await rounds.propose(opens=[slots(2)])
+    give_up_soon()
     assert await refused_field(exchange(rounds.proposals, request_)) == field
     await draft.until_free()
 
 
-@pytest.mark.usefixtures("short_wait")
-async def test_a_rollback_makes_a_gap_of_what_lay_behind(rounds: Streams) -> None:
+async def test_a_rollback_makes_a_gap_of_what_lay_behind(
+    rounds: Streams, give_up_soon: Callable[[], None]
+) -> None:
     pair = await prompted(rounds)
     await pair.draft(2)
     pair.text, pair.num_computed, pair.num_slots = [*pair.text[:11], 9], 10, 10
     await pair.feed(1)
     await pair.draft(2)
+    give_up_soon()
     assert await refused_field(rounds.propose(extend(1, 12, [5]))) == "extends[0].slot"
 
 
@@ -182,11 +189,11 @@ def metric(draft: RunningDraft, name: str, **labels: str) -> float | None:
     return draft.metrics.registry.get_sample_value(name, labels)
 
 
-@pytest.mark.usefixtures("short_wait")
-async def test_metrics(draft: RunningDraft, rounds: Streams) -> None:
+async def test_metrics(draft: RunningDraft, rounds: Streams, give_up_soon: Callable[[], None]) -> None:
     pair = await prompted(rounds)
     await pair.draft(3)
     await rounds.propose(extend(9, 0, [5]))
+    give_up_soon()
     await rounds.propose(extend(1, 20, [5], 1, rounds.round + 1))
     assert metric(draft, "eyas_draft_tokens_total") == 3
     assert metric(draft, "eyas_draft_slot_pages") == 30

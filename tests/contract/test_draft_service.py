@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tests.helpers.services import RunningDraft, RunningTarget, running_draft, r
 from tests.helpers.tiny_models import make_head, make_target
 
 pytest_plugins = ["tests.helpers.draft_fixtures"]
+pytestmark = pytest.mark.usefixtures("patient")
 
 HEADS = ("eagle1", "eagle1-bias", "eagle3", "eagle3-reduced", "eagle3-shuffled", "eagle3-norm", "eagle3-narrow")
 
@@ -213,7 +217,6 @@ async def test_the_element_type_is_the_targets_unless_another_is_asked_for(
 # ---- features
 
 
-@pytest.mark.usefixtures("endless_wait")
 async def test_it_waits_for_features_that_come_later(rounds: Streams, reference: Any) -> None:
     """The proposal is asked for before the target has begun the step it names."""
     pair = Pair(rounds, text=words(21))
@@ -226,15 +229,15 @@ async def test_it_waits_for_features_that_come_later(rounds: Streams, reference:
     assert response.timing.total_us >= response.timing.queue_us > 0
 
 
-@pytest.mark.usefixtures("endless_wait")
 async def test_features_of_an_older_step_are_not_taken_for_the_named_ones(
-    rounds: Streams, reference: Any
+    rounds: Streams, draft: RunningDraft, reference: Any
 ) -> None:
     """Rows of rejected drafts lie at the same positions as the true ones that come later."""
     pair = await prompted(rounds)
     await pair.draft(3)
     newest = pair.text[-1]
-    await pair.verify([newest, 1, 2, 3])  # rejected; their features have arrived
+    await pair.verify([newest, 1, 2, 3])  # rejected
+    await draft.until_held(pair.sequence, 24)
     pair.text += [4, 5, 6]
     named = extend(1, 20, pair.text[21:], 3, rounds.round + 1)
     await rounds.proposals.write(propose(named, round=9))
@@ -242,51 +245,67 @@ async def test_features_of_an_older_step_are_not_taken_for_the_named_ones(
     assert list((await rounds.proposals.read()).proposals[0].draft_tokens) == reference(pair.text, 3)
 
 
-@pytest.mark.usefixtures("short_wait")
-async def test_a_sequence_without_features_goes_without_drafts(rounds: Streams, reference: Any) -> None:
+async def test_a_sequence_without_features_goes_without_drafts(
+    rounds: Streams, draft: RunningDraft, reference: Any, give_up_soon: Callable[[], None]
+) -> None:
     """It names no subscription at the target; the one beside it is served."""
     await rounds.propose(opens=[slots(2)])
     await rounds.step(block(2, 0, words(5)), opens=[opening(2)])
     pair = await prompted(rounds)
+    await draft.until_held(pair.sequence, 20)
+    give_up_soon()
     response = await rounds.propose(extend(2, 0, words(5, 1), 3), pair.extend(3))
     assert [proposal.status for proposal in response.proposals] == [NO_FEATURES, DRAFTED]
     assert not response.proposals[0].draft_tokens
     assert list(response.proposals[1].draft_tokens) == reference(pair.text, 3)
 
 
-@pytest.mark.usefixtures("short_wait")
-async def test_features_of_an_old_epoch_do_not_count(rounds: Streams, reference: Any) -> None:
+async def test_features_of_an_old_epoch_do_not_count(
+    rounds: Streams, draft: RunningDraft, reference: Any, give_up_soon: Callable[[], None]
+) -> None:
     pair = await prompted(rounds)
     await pair.draft(2)
     await rounds.propose(opens=[slots(1, epoch=1)], closes=[1])
     pair.num_computed = 0
     await pair.feed(20)
-    stale = extend(1, 0, words(3), 2, rounds.round, epoch=1)
+    await prompted(rounds, 5, sequence=2)
+    await draft.until_held(2, 5)  # and so what was sent before has arrived too
+    give_up_soon()
+    stale = extend(1, 0, words(20), 2, 1, epoch=1)
     assert (await rounds.propose(stale)).proposals[0].status == NO_FEATURES
     again = Pair(rounds, 1, 1, text=words(15))
     await rounds.step(opens=[opening(1, 1, rounds.subscription)], closes=[1])
     await again.feed(14)
+    await draft.until_held(1, 14)
     assert await again.draft(4) == reference(again.text, 4)
 
 
-@pytest.mark.usefixtures("short_wait")
+@asynccontextmanager
+async def next_batch_lost(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """What the step within would send to the draft is dropped, as for a draft that does not read."""
+    lost = asyncio.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(Subscription, "offer", lambda subscription, batches: lost.set())
+        yield
+        await lost.wait()
+
+
 async def test_a_lost_batch_is_a_gap_and_not_another_feature(
-    rounds: Streams, monkeypatch: pytest.MonkeyPatch
+    rounds: Streams, draft: RunningDraft, monkeypatch: pytest.MonkeyPatch, give_up_soon: Callable[[], None]
 ) -> None:
-    """The target drops batches that a slow draft has no room for."""
     pair = Pair(rounds, text=words(31))
     await pair.open()
     await pair.feed(10)
-    with monkeypatch.context() as patch:
-        patch.setattr(Subscription, "offer", lambda subscription, batches: None)
+    async with next_batch_lost(monkeypatch):
         await pair.feed(10)
     await pair.feed(10)
+    await draft.until_held(pair.sequence, 30)
+    give_up_soon()
     (whole,) = (await rounds.propose(pair.extend(3))).proposals
     (behind,) = (await rounds.propose(pair.extend(3, 10))).proposals
     assert (whole.status, behind.status) == (NO_FEATURES, NO_FEATURES)
 
 
-@pytest.mark.usefixtures("endless_wait")
 async def test_what_cannot_come_is_not_waited_for(rounds: Streams) -> None:
     """Unknown sequences and stale epochs are answered at once, and hold nobody up."""
     await rounds.propose(opens=[slots(1, epoch=2)])
@@ -299,7 +318,6 @@ async def test_what_cannot_come_is_not_waited_for(rounds: Streams) -> None:
 # ---- proposals that are sent before the step
 
 
-@pytest.mark.usefixtures("endless_wait")
 @pytest.mark.parametrize("head", ["eagle1", "eagle3-reduced"], indirect=True)
 async def test_it_drafts_behind_what_the_step_commits(
     rounds: Streams, reference: Any, monkeypatch: pytest.MonkeyPatch
@@ -332,7 +350,6 @@ async def true_tokens(pair: Pair, count: int) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("endless_wait")
 @pytest.mark.parametrize("known", [[], [7]])
 async def test_a_step_without_the_block_leaves_the_sequence_as_it_was(
     target: RunningTarget, rounds: Streams, reference: Any, known: list[int]
@@ -355,17 +372,30 @@ async def test_a_step_without_the_block_leaves_the_sequence_as_it_was(
     assert await pair.draft(4) == reference(pair.text, 4)
 
 
-@pytest.mark.usefixtures("endless_wait")
-async def test_a_step_that_is_over_is_not_waited_for(rounds: Streams, reference: Any) -> None:
+async def test_a_step_that_is_over_is_not_waited_for(
+    rounds: Streams, draft: RunningDraft, reference: Any
+) -> None:
     """What it committed is not known any more; its features are."""
     pair = await prompted(rounds)
     await pair.draft(1)
     await pair.settle([], 0, 9)
     missed = pair.feature_round
     await pair.settle([], 0, 10)
+    await draft.until_held(pair.sequence, 22)
     ahead = extend(1, 20, [], 3, missed, then_committed=True)
     assert (await rounds.propose(ahead)).proposals[0].status == NO_FEATURES
     assert await pair.draft(4) == reference(pair.text, 4)
+
+
+async def test_a_lost_step_is_noticed_with_the_next(rounds: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = await prompted(rounds)
+    await pair.draft(1)
+    ahead = extend(1, 20, [], 3, rounds.round + 1, then_committed=True)
+    await rounds.proposals.write(propose(ahead, round=rounds.round + 1))
+    async with next_batch_lost(monkeypatch):
+        await pair.settle([], 0, 9)
+    await pair.settle([], 0, 10)
+    assert (await rounds.proposals.read()).proposals[0].status == NO_FEATURES
 
 
 # ---- pages

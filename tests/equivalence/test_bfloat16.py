@@ -15,7 +15,6 @@ from tests.helpers.equivalence import (
     LAWS,
     LED_HEADS,
     PROMPTS,
-    STAND_INS,
     check_acceptance,
     plain_answers,
     requests,
@@ -42,7 +41,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", [*HEADS, *STAND_INS, *LED_HEADS])
+@pytest.mark.parametrize("name", [*HEADS, *LED_HEADS])
 async def test_any_k(name: str, law: str, target_folder: Path, tmp_path: Path) -> None:
     asked = requests(law, MAX_TOKENS)
     async with running_target(target_folder, tmp_path) as target:

@@ -39,7 +39,7 @@ async def test_any_k_in_any_batch(name: str, law: str, mild_target: Path, tmp_pa
         plain = await plain_answers(target, asked)
         seen: list[Answer] = []
         async with speculating(name, mild_target, target, tmp_path, texts(asked, plain)) as gateway:
-            for k, size in EVERY_SHAPE if law == "greedy" else EVERY_K_AND_SIZE:
+            for k, size in EVERY_SHAPE if law == "greedy" and name in HEADS else EVERY_K_AND_SIZE:
                 batch = [(k + i) % len(PROMPTS) for i in range(size)]
                 answers = await gateway.answers([replace(asked[i], num_draft_tokens=k) for i in batch])
                 assert [a.visible for a in answers] == [plain[i].visible for i in batch], (k, size)

@@ -84,8 +84,7 @@ async def test_random_schedule(
     schedule: Schedule, mild_target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("schedule")
-    pages = {"num_pages": schedule.num_pages, "page_size": 4}
-    async with running_target(mild_target, folder, **pages) as target:
+    async with running_target(mild_target, folder, num_pages=schedule.num_pages, page_size=4) as target:
         plain = await alone(target, schedule)
         known = [[*c.request.prompt_ids, *a.ids] for c, a in zip(schedule.clients, plain, strict=True)]
         async with speculating(

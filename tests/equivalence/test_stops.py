@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from gateway.request import FinishReason, GenerationRequest
 from tests.helpers.engine import Answer, Gateway, ask, running_gateway
+from tests.helpers.equivalence import speculating
 from tests.helpers.services import running_target
-from tests.helpers.standins import StandIn, oracle, running_stand_in
 from tests.helpers.tiny_models import make_target
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE
 
@@ -54,20 +54,25 @@ def endless_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(params=["oracle", "oracle head"])
+def draft(request: pytest.FixtureRequest) -> str:
+    """One that is asked behind every step, and one that is told of it ahead."""
+    return str(request.param)
+
+
 @asynccontextmanager
-async def oracle_gateway(model: Path, folder: Path, text: Sequence[int] = ()) -> AsyncIterator[Gateway]:
-    """A gateway whose draft knows the text; without one, the draft proposes nothing."""
+async def oracle_gateway(model: Path, folder: Path, draft: str, text: Sequence[int]) -> AsyncIterator[Gateway]:
+    """A gateway whose draft knows the text."""
     async with (
         running_target(model, folder) as target,
-        running_stand_in(StandIn(oracle([text])), folder) as draft,
-        running_gateway(target.address, draft.address) as gateway,
+        speculating(draft, model, target, folder, [text]) as gateway,
     ):
         yield gateway
 
 
 async def whole_answer(model: Path, folder: Path) -> Answer:
     """A text that goes on behind all the ends that are put into it."""
-    async with oracle_gateway(model, folder) as gateway:
+    async with running_target(model, folder) as target, running_gateway(target.address) as gateway:
         return await gateway.answer(ask(PROMPT, 2 * NUM_TOKENS))
 
 
@@ -88,19 +93,16 @@ def first_occurrences(ids: Sequence[int]) -> Iterator[int]:
     return (i for i, token in enumerate(ids) if token not in ids[:i])
 
 
-async def test_max_tokens_at_every_place(endless_target: Path, tmp_path: Path) -> None:
+async def test_max_tokens_at_every_place(endless_target: Path, tmp_path: Path, draft: str) -> None:
     whole = await whole_answer(endless_target, tmp_path)
-    async with oracle_gateway(endless_target, tmp_path, [*PROMPT, *whole.ids]) as gateway:
+    async with oracle_gateway(endless_target, tmp_path, draft, [*PROMPT, *whole.ids]) as gateway:
         for max_tokens in range(1, NUM_TOKENS):
             answer = await check(gateway, ask(PROMPT, max_tokens))
-            assert answer.visible == (
-                whole.ids[:max_tokens],
-                whole.text[: 2 * max_tokens],
-                FinishReason.LENGTH,
-            )
+            cut = whole.ids[:max_tokens], whole.text[: 2 * max_tokens]
+            assert answer.visible == (*cut, FinishReason.LENGTH)
 
 
-async def test_eos_at_every_place(endless_target: Path, tmp_path: Path) -> None:
+async def test_eos_at_every_place(endless_target: Path, tmp_path: Path, draft: str) -> None:
     """Nothing behind it is committed, though the target accepts it; at the limit it still counts as a stop, and one
     behind the limit is not seen."""
     whole = await whole_answer(endless_target, tmp_path)
@@ -108,29 +110,18 @@ async def test_eos_at_every_place(endless_target: Path, tmp_path: Path) -> None:
         model = shutil.copytree(endless_target, tmp_path / f"eos{place}")
         unused = next(i for i in range(VOCAB_SIZE) if i not in whole.ids)
         set_eos(model, [unused, whole.ids[place]])
-        async with oracle_gateway(model, tmp_path, [*PROMPT, *whole.ids]) as gateway:
-            for max_tokens in (place, place + 1, place + 2, NUM_TOKENS):
-                if max_tokens == 0:
-                    continue
+        async with oracle_gateway(model, tmp_path, draft, [*PROMPT, *whole.ids]) as gateway:
+            for max_tokens in (max(1, place), place + 1, place + 2, NUM_TOKENS):
                 answer = await check(gateway, ask(PROMPT, max_tokens))
-                if max_tokens == place:
-                    assert answer.visible == (
-                        whole.ids[:place],
-                        whole.text[: 2 * place],
-                        FinishReason.LENGTH,
-                    )
-                else:
-                    assert answer.visible == (
-                        whole.ids[: place + 1],
-                        whole.text[: 2 * place],
-                        FinishReason.STOP,
-                    )
+                stopped = max_tokens > place
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                assert answer.visible == (whole.ids[: place + stopped], whole.text[: 2 * place], reason)
 
 
-async def test_stop_strings_inside_and_across_blocks(endless_target: Path, tmp_path: Path) -> None:
+async def test_stop_strings_inside_and_across_blocks(endless_target: Path, tmp_path: Path, draft: str) -> None:
     whole = await whole_answer(endless_target, tmp_path)
     seen = set()
-    async with oracle_gateway(endless_target, tmp_path, [*PROMPT, *whole.ids]) as gateway:
+    async with oracle_gateway(endless_target, tmp_path, draft, [*PROMPT, *whole.ids]) as gateway:
         for begin, length in product(range(4 * (K + 1)), (1, 2, 3, 5, 12)):
             stop = whole.text[begin : begin + length]
             if whole.text.index(stop) != begin:
@@ -143,14 +134,13 @@ async def test_stop_strings_inside_and_across_blocks(endless_target: Path, tmp_p
     assert seen == {1, 2, 3}
 
 
-async def test_a_stop_string_behind_the_limit_is_not_seen(endless_target: Path, tmp_path: Path) -> None:
+async def test_a_stop_string_behind_the_limit_is_not_seen(
+    endless_target: Path, tmp_path: Path, draft: str
+) -> None:
     whole = await whole_answer(endless_target, tmp_path)
-    async with oracle_gateway(endless_target, tmp_path, [*PROMPT, *whole.ids]) as gateway:
+    async with oracle_gateway(endless_target, tmp_path, draft, [*PROMPT, *whole.ids]) as gateway:
         for max_tokens in range(2, 2 * (K + 1)):
             stop = whole.text[2 * max_tokens - 3 : 2 * max_tokens + 1]
             answer = await check(gateway, ask(PROMPT, max_tokens, stop=(stop,)))
-            assert answer.visible == (
-                whole.ids[:max_tokens],
-                whole.text[: 2 * max_tokens],
-                FinishReason.LENGTH,
-            )
+            cut = whole.ids[:max_tokens], whole.text[: 2 * max_tokens]
+            assert answer.visible == (*cut, FinishReason.LENGTH)

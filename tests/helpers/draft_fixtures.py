@@ -90,15 +90,18 @@ def reference(head: Path, folder: Path) -> Callable[[list[int], int], list[int]]
     return propose_behind
 
 
-@pytest.fixture
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which features never come."""
-    monkeypatch.setattr(service, "FEATURE_SECONDS", 0.05)
-    monkeypatch.setattr(service, "STEP_SECONDS", 0.05)
+def _wait_for_features(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(service, "FEATURE_SECONDS", seconds)
+    monkeypatch.setattr(service, "STEP_SECONDS", seconds)
 
 
 @pytest.fixture
-def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which the wait for features must not run out."""
-    monkeypatch.setattr(service, "FEATURE_SECONDS", 1e6)
-    monkeypatch.setattr(service, "STEP_SECONDS", 1e6)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features are waited for as long as it takes, so that no test depends on the machine's speed."""
+    _wait_for_features(monkeypatch, 1e6)
+
+
+@pytest.fixture
+def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """To be called when no more features come."""
+    return lambda: _wait_for_features(monkeypatch, 0.05)

@@ -84,6 +84,12 @@ class RunningDraft:
         while self.used_pages or self.num_held:
             await asyncio.sleep(0.005)
 
+    async def until_held(self, sequence: int, num_features: int) -> None:
+        """Returns once the features up to that position have arrived, as `until_free` does."""
+        held = self.service._features._held
+        while held[sequence].end < num_features:
+            await asyncio.sleep(0.005)
+
     async def until_serving(self) -> None:
         """Returns once the draft is attached. Raises what `attached` ended with."""
         async with open_channel(self.address) as channel:

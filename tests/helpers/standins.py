@@ -202,8 +202,11 @@ async def running_stand_in(
     assert not stand_in.broken
 
 
-def lead_by_the_nose(draft: RunningDraft, policy: Policy) -> None:
-    """Has a real draft propose what the policy says. It reads its features and writes its slots all the same."""
+def lead_by_the_nose(
+    draft: RunningDraft, policy: Policy, spoil: Callable[[draft_pb2.ProposeResponse], None] = lambda _: None
+) -> None:
+    """Has a real draft propose what the policy says. It reads its features and writes its slots all the same.
+    `spoil` is that of a stand-in."""
     slots: dict[int, Slots] = {}
     service: Any = draft.service
     propose = service._propose
@@ -218,6 +221,7 @@ def lead_by_the_nose(draft: RunningDraft, policy: Policy) -> None:
                 known.tokens[extend.slot :] = extend.tokens  # the committed ones have been added
                 known.num_proposals += k > 0
                 proposal.draft_tokens[:] = policy(known, k) if k else []
+        spoil(response)
         return response
 
     service._propose = as_told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest_asyncio
 
 from eyas.v1 import draft_pb2
 from gateway.request import GenerationRequest
-from tests.helpers.engine import Answer, ask, running_gateway, until
-from tests.helpers.services import RunningTarget, running_target
-from tests.helpers.standins import OK, StandIn, oracle, running_stand_in
+from tests.helpers.engine import Answer, Gateway, ask, running_gateway, until
+from tests.helpers.services import RunningDraft, RunningTarget, running_draft, running_target
+from tests.helpers.standins import OK, StandIn, lead_by_the_nose, oracle, running_stand_in
+from tests.helpers.tiny_models import make_head
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE
 
 pytest_plugins = ("tests.helpers.tiny_fixtures",)
@@ -25,6 +27,11 @@ REQUESTS = (ask("an eyas", MAX_TOKENS, k=K), ask("another", MAX_TOKENS, k=K))
 
 Plain = dict[GenerationRequest, Answer]
 Spoil = Callable[[draft_pb2.ProposeResponse], None]
+
+
+@pytest.fixture(autouse=True)
+def attach_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.draft_client.RETRY_SECONDS", 0.02)
 
 
 @pytest_asyncio.fixture
@@ -83,7 +90,7 @@ def more_than_asked_for(response: draft_pb2.ProposeResponse) -> None:
     response.proposals[0].draft_tokens.append(7)
 
 
-NONSENSE = {
+NONSENSE: dict[Spoil, str] = {
     stale_round: "an answer to round ",
     other_epoch: "not for the sequence that was asked for",
     unknown_sequence: "not for the sequence that was asked for",
@@ -96,30 +103,54 @@ NONSENSE = {
 }
 
 
+@asynccontextmanager
+async def gateway_of(
+    kind: str, model: Path, target: RunningTarget, folder: Path, plain: Plain, spoil: Spoil
+) -> AsyncIterator[Gateway]:
+    """A gateway whose draft knows the answers but spoils its own: a stand-in, or a real one, told of steps ahead."""
+    policy = oracle([[*request.prompt_ids, *answer.ids] for request, answer in plain.items()])
+    async with AsyncExitStack() as stack:
+        draft: StandIn | RunningDraft
+        if kind == "stand-in":
+            draft = StandIn(policy)
+            draft.spoil = spoil
+            address = (await stack.enter_async_context(running_stand_in(draft, folder))).address
+        else:
+            head = make_head(folder / "head", "eagle3", model)
+            draft = await stack.enter_async_context(running_draft(head, folder, target.address))
+            lead_by_the_nose(draft, policy, spoil)
+            address = draft.address
+        async with running_gateway(target.address, address) as gateway:
+            yield gateway
+            await draft.until_free()
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "head"])
 @pytest.mark.parametrize("spoil", NONSENSE, ids=lambda spoil: spoil.__name__)
 async def test_nonsense_detaches_the_draft(
     spoil: Spoil,
+    kind: str,
+    tiny_target: Path,
     target: RunningTarget,
     plain: Plain,
-    stand_in: StandIn,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once, in the midst of two answers; the log says what was wrong, and afterwards it may try again."""
+    num_answers = 0
 
-    def spoil_once(response: draft_pb2.ProposeResponse) -> None:
-        if len(stand_in.requests) == 4:
+    def spoil_the_fourth(response: draft_pb2.ProposeResponse) -> None:
+        nonlocal num_answers
+        num_answers += 1
+        if num_answers == 4:
             spoil(response)
 
-    stand_in.spoil = spoil_once
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address) as gateway,
-    ):
+    caplog.set_level(logging.INFO, "gateway.draft_client")
+    async with gateway_of(kind, tiny_target, target, tmp_path, plain, spoil_the_fourth) as gateway:
         answers = await gateway.answers(REQUESTS)
         assert [a.visible for a in answers] == [plain[r].visible for r in REQUESTS]
         assert all(answer.accepted[:4] == [0, K, K, 0] for answer in answers)
-        assert len(stand_in.requests) == 4
+        assert num_answers == 4
         [error] = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert NONSENSE[spoil] in error.getMessage()
 
@@ -127,7 +158,7 @@ async def test_nonsense_detaches_the_draft(
         answers = await gateway.answers(REQUESTS)
         assert [a.visible for a in answers] == [plain[r].visible for r in REQUESTS]
         assert all(answer.accepted[:4] == [0, K, K, K] for answer in answers)
-        assert stand_in.num_streams == 2
+    assert sum("attached at" in message for message in caplog.messages) == 2
 
 
 REFUSALS = [status for status in draft_pb2.ProposalStatus.values() if status != OK]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -28,6 +29,12 @@ OTHER = ask("another eyas", NUM_TOKENS, k=K)
 LATE_MS = 30
 
 Plain = dict[GenerationRequest, Answer]
+
+
+@pytest.fixture(autouse=True)
+def attach_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.draft_client.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("gateway.engine.RECONNECT_SECONDS", 0.02)
 
 
 @pytest_asyncio.fixture
@@ -134,6 +141,7 @@ async def test_draft_hangs_and_wakes_up(
             assert not any(map(is_fully_drafted, answers))
         assert len(stand_in.requests) == moment  # one message is under way at most
 
+        await until(lambda: gateway.engine.kv_usage == 0)
         stand_in.gate.set()
         await stand_in.until_free()  # though no round is to be made for any sequence
         answers = await gateway.answers([REQUEST, OTHER])
@@ -187,13 +195,14 @@ async def test_late_answers_fill_slots_but_are_no_drafts(
         running_stand_in(stand_in, tmp_path) as draft,
         running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
     ):
+        client: Any = gateway.engine._drafting._client
         answer = Answer()
         async for delta in gateway.engine.generate(REQUEST):
             answer.take(delta)
             if len(answer.blocks) == 6:
                 assert answer.accepted == [0, K, 0, 0, 0, 0]
                 stand_in.gate.set()
-                await until(lambda: gateway.engine._drafting._client.is_ready)
+                await until(lambda: client.is_ready)
     assert answer.visible == plain[REQUEST].visible
     resumed = [extend for request in stand_in.requests[3:] for extend in request.extends]
     assert len(resumed[0].tokens) > 3

@@ -72,10 +72,10 @@ async def test_first_come_first_served(target: RunningTarget) -> None:
     order: list[int] = []
     async with running_gateway(target.address, max_sequences=1) as gateway:
         tasks = await started(gateway, *[ask("an eyas", 20 - 3 * i) for i in range(5)])
-        for i, task in enumerate(tasks):
-            task.add_done_callback(lambda _, i=i: order.append(i))
+        for task in tasks:
+            task.add_done_callback(lambda done: order.append(len(done.result().ids)))
         await asyncio.gather(*tasks)
-    assert order == [0, 1, 2, 3, 4]
+    assert order == [20, 17, 14, 11, 8]
 
 
 async def test_as_many_are_admitted_as_pages_allow(tiny_target: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -56,7 +58,7 @@ def round_of(
     return RoundRecord(number, began, TIMES, draft, VERIFIED, blocks)
 
 
-def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+def named(exporter: InMemorySpanExporter, name: str) -> list[Any]:
     return [span for span in exporter.get_finished_spans() if span.name == name]
 
 
