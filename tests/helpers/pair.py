@@ -105,7 +105,8 @@ class Pair:
         self.num_computed = len(self.text) + num_accepted
         self.text += drawn[: num_accepted + 1]
         self.num_slots = self.num_computed
-        (proposal,) = (await self.streams.proposals.read()).proposals
+        response: draft_pb2.ProposeResponse = await self.streams.proposals.read()
+        (proposal,) = response.proposals
         return proposal
 
     async def draft(self, k: int, num_slots: int | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the gateway's engine does when a service or a client goes away: never another text, never a leak."""
+"""What the gateway's engine does when the target or a client goes away: never another text, never a leak."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from eyas.errors import unavailable
-from eyas.v1 import draft_pb2
-from gateway.request import GenerationRequest, TargetUnavailable
-from tests.helpers.engine import Answer, Gateway, ask, running_gateway, until
+from gateway.request import TargetUnavailable
+from tests.helpers.engine import ask, running_gateway, until
 from tests.helpers.services import RunningTarget, running_draft, running_target
 from tests.helpers.standins import StandIn, oracle, running_stand_in
 from tests.helpers.tiny_models import make_head
@@ -26,9 +23,6 @@ K = 2
 NUM_TOKENS = 40
 REQUEST = ask("an eyas", NUM_TOKENS, k=K)
 OTHER = ask("another eyas", NUM_TOKENS, k=K)
-LATE_MS = 30
-
-Plain = dict[GenerationRequest, Answer]
 
 
 @pytest.fixture(autouse=True)
@@ -43,198 +37,6 @@ async def target(tiny_target: Path, tmp_path: Path) -> AsyncIterator[RunningTarg
     async with running_target(tiny_target, tmp_path) as target:
         yield target
         await target.until_free()
-
-
-@pytest_asyncio.fixture
-async def plain(target: RunningTarget) -> Plain:
-    """The answers of plain decoding."""
-    async with running_gateway(target.address) as gateway:
-        return {r: await gateway.answer(replace(r, num_draft_tokens=0)) for r in (REQUEST, OTHER)}
-
-
-@pytest.fixture
-def stand_in(plain: Plain) -> StandIn:
-    """An oracle for both requests."""
-    return StandIn(oracle([[*request.prompt_ids, *answer.ids] for request, answer in plain.items()]))
-
-
-def check(answers: list[Answer], plain: Plain) -> None:
-    """Answers to REQUEST and OTHER in turns."""
-    for i, answer in enumerate(answers):
-        assert answer.visible == plain[OTHER if i % 2 else REQUEST].visible
-
-
-def is_fully_drafted(answer: Answer) -> bool:
-    """Whether every round but the prompt's committed K accepted drafts and a token of the target."""
-    return len(answer.blocks) == 1 + -(-(NUM_TOKENS - 1) // (K + 1))
-
-
-# --- the draft -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", [1, 2, 3, 7])
-async def test_draft_killed_and_back(
-    moment: int, target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
-) -> None:
-    """The moment counts messages: the first one opens the sequences."""
-    stand_in.hold_at = moment
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address) as gateway,
-    ):
-        answering = asyncio.create_task(gateway.answers([REQUEST, OTHER]))
-        await stand_in.held.wait()
-        await draft.kill()
-        answers = await answering
-        check(answers, plain)
-        assert not any(map(is_fully_drafted, answers))
-        assert gateway.engine.is_degraded
-        assert gateway.engine.card.head == ""
-
-        answers = await gateway.answers([REQUEST, OTHER])
-        check(answers, plain)
-        assert [sum(answer.accepted) for answer in answers] == [0, 0]
-
-        stand_in.gate.set()
-        async with running_stand_in(stand_in, tmp_path):
-            await until(lambda: not gateway.engine.is_degraded)
-            answers = await gateway.answers([REQUEST, OTHER])
-            check(answers, plain)
-            assert all(map(is_fully_drafted, answers))
-            await stand_in.until_free()
-
-
-@pytest.mark.parametrize("moment", [1, 2, 3, 7])
-async def test_draft_breaks_off_a_stream(
-    moment: int, target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
-) -> None:
-    def break_off(response: draft_pb2.ProposeResponse) -> None:
-        if len(stand_in.requests) == moment:
-            raise unavailable("the target went away")
-
-    stand_in.spoil = break_off
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address) as gateway,
-    ):
-        check(await gateway.answers([REQUEST, OTHER]), plain)
-        await until(lambda: stand_in.num_streams == 2)
-        answers = await gateway.answers([REQUEST, OTHER])
-        check(answers, plain)
-        assert all(map(is_fully_drafted, answers))
-        await stand_in.until_free()
-
-
-@pytest.mark.parametrize("moment", [1, 2, 3, 7])
-async def test_draft_hangs_and_wakes_up(
-    moment: int, target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
-) -> None:
-    """Rounds go on without it after the guard's time; once it has answered, new sequences speculate again."""
-    stand_in.hold_at = moment
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
-    ):
-        for _ in range(2):
-            answers = await gateway.answers([REQUEST, OTHER])
-            check(answers, plain)
-            assert not any(map(is_fully_drafted, answers))
-        assert len(stand_in.requests) == moment  # one message is under way at most
-
-        await until(lambda: gateway.engine.kv_usage == 0)
-        stand_in.gate.set()
-        await stand_in.until_free()  # though no round is to be made for any sequence
-        answers = await gateway.answers([REQUEST, OTHER])
-        check(answers, plain)
-        assert all(map(is_fully_drafted, answers))
-        await stand_in.until_free()
-        assert stand_in.num_streams == 1
-
-
-async def test_draft_that_is_always_late(
-    target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
-) -> None:
-    """Its answers come some rounds behind: none of them is a draft, and every one ends somewhere."""
-    stand_in.delay = 0.01
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=1) as gateway,
-    ):
-        for _ in range(3):
-            answers = await gateway.answers([REQUEST, OTHER, REQUEST, OTHER])
-            check(answers, plain)
-            assert all(answer.stats and answer.stats.num_drafts == 0 for answer in answers)
-        await stand_in.until_free()
-    assert len(stand_in.requests) > 3
-
-
-async def test_draft_that_hangs_for_good_is_attached_anew(
-    target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.draft_client.GIVE_UP_SECONDS", 3 * LATE_MS / 1000)
-    stand_in.hold_at = 2
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
-    ):
-        check(await gateway.answers([REQUEST, OTHER]), plain)
-        await until(lambda: stand_in.num_streams == 2)
-        assert not stand_in.open
-        stand_in.gate.set()
-        answers = await gateway.answers([REQUEST, OTHER])
-        check(answers, plain)
-        assert all(map(is_fully_drafted, answers))
-
-
-async def test_late_answers_fill_slots_but_are_no_drafts(
-    target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
-) -> None:
-    """A sequence that was without drafts for some rounds has them again, behind all its tokens."""
-    stand_in.hold_at = 3
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
-    ):
-        client: Any = gateway.engine._drafting._client
-        answer = Answer()
-        async for delta in gateway.engine.generate(REQUEST):
-            answer.take(delta)
-            if len(answer.blocks) == 6:
-                assert answer.accepted == [0, K, 0, 0, 0, 0]
-                stand_in.gate.set()
-                await until(lambda: client.is_ready)
-    assert answer.visible == plain[REQUEST].visible
-    resumed = [extend for request in stand_in.requests[3:] for extend in request.extends]
-    assert len(resumed[0].tokens) > 3
-    assert answer.accepted[-2] == K
-
-
-async def test_the_real_draft_killed_and_back(
-    tiny_target: Path, target: RunningTarget, plain: Plain, tmp_path: Path
-) -> None:
-    head = make_head(tmp_path / "head", "eagle3", tiny_target)
-    async with AsyncExitStack() as stack:
-        gateway = await _with_real_draft(stack, head, target, tmp_path, plain)
-        async with running_draft(head, tmp_path, target.address) as draft:
-            await until(lambda: not gateway.engine.is_degraded)
-            answers = await gateway.answers([REQUEST, OTHER])
-            check(answers, plain)
-            assert all(answer.stats and answer.stats.num_drafts > 10 for answer in answers)
-            await draft.until_free()
-
-
-async def _with_real_draft(
-    stack: AsyncExitStack, head: Path, target: RunningTarget, folder: Path, plain: Plain
-) -> Gateway:
-    """A gateway whose draft has died while it computed."""
-    async with running_draft(head, folder, target.address) as draft:
-        gateway = await stack.enter_async_context(running_gateway(target.address, draft.address))
-        answering = asyncio.create_task(gateway.answers([REQUEST, OTHER]))
-        await until(lambda: draft.used_pages > 0)
-        await draft.server.stop(0)
-        check(await answering, plain)
-        await draft.until_free()
-    return gateway
 
 
 # --- the target ----------------------------------------------------------------------------------------------
@@ -286,10 +88,9 @@ async def test_client_gone(rounds: int, tiny_target: Path, target: RunningTarget
         await draft.until_free()
 
 
-async def test_client_gone_is_told_with_the_next_message(
-    target: RunningTarget, stand_in: StandIn, tmp_path: Path
-) -> None:
+async def test_client_gone_is_told_with_the_next_message(target: RunningTarget, tmp_path: Path) -> None:
     """While another sequence goes on, so that rounds follow each other."""
+    stand_in = StandIn(oracle([]))
     async with (
         running_stand_in(stand_in, tmp_path) as draft,
         running_gateway(target.address, draft.address) as gateway,

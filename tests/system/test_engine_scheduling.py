@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from eyas.config import GatewayConfig
 from eyas.v1 import common_pb2, target_pb2
-from gateway.request import FinishReason, GenerationError, GenerationRequest, QueueFull
+from gateway.request import FinishReason, GenerationRequest, QueueFull
 from gateway.resolve import Ask, ContextLengthError, resolve
-from gateway.service import wait_for_services
-from gateway.text import TokenizerError
 from tests.helpers.engine import Answer, Gateway, ask, running_gateway, until
-from tests.helpers.services import RunningTarget, exchange, running_draft, running_target, target_stub
+from tests.helpers.equivalence import plain_answers, texts
+from tests.helpers.services import RunningTarget, exchange, running_target, target_stub
 from tests.helpers.standins import StandIn, oracle, running_stand_in
-from tests.helpers.tiny_models import make_head, make_target
 
 pytest_plugins = ("tests.helpers.tiny_fixtures",)
 
@@ -34,15 +29,6 @@ async def target(tiny_target: Path, tmp_path: Path) -> AsyncIterator[RunningTarg
     async with running_target(tiny_target, tmp_path) as target:
         yield target
         await target.until_free()
-
-
-async def plain_answers(target: RunningTarget, requests: list[GenerationRequest]) -> list[Answer]:
-    async with running_gateway(target.address) as gateway:
-        return [await gateway.answer(replace(request, num_draft_tokens=0)) for request in requests]
-
-
-def oracle_for(requests: list[GenerationRequest], answers: list[Answer]) -> StandIn:
-    return StandIn(oracle([[*r.prompt_ids, *a.ids] for r, a in zip(requests, answers, strict=True)]))
 
 
 async def started(gateway: Gateway, *requests: GenerationRequest) -> list[asyncio.Task[Answer]]:
@@ -137,7 +123,7 @@ async def test_the_context_is_refused_beyond_and_served_up_to_the_last_token(
     async with running_target(tiny_target, tmp_path, **config) as target:
         request = ask("an eyas", context - len("an eyas"), k=5)
         [plain] = await plain_answers(target, [request])
-        stand_in = oracle_for([request], [plain])
+        stand_in = StandIn(oracle(texts([request], [plain])))
         async with (
             running_stand_in(stand_in, tmp_path) as draft,
             running_gateway(target.address, draft.address) as gateway,
@@ -165,7 +151,7 @@ async def test_no_more_rows_than_the_target_takes(max_rows: int, tiny_target: Pa
         plain = await plain_answers(target, requests)
     async with running_target(tiny_target, tmp_path, max_rows=max_rows) as target:
         async with (
-            running_stand_in(oracle_for(requests, plain), tmp_path) as draft,
+            running_stand_in(StandIn(oracle(texts(requests, plain))), tmp_path) as draft,
             running_gateway(target.address, draft.address) as gateway,
         ):
             answers = await gateway.answers(requests)
@@ -173,91 +159,6 @@ async def test_no_more_rows_than_the_target_takes(max_rows: int, tiny_target: Pa
     assert [a.visible for a in answers] == [a.visible for a in plain]
     drafted = sum(a.stats.num_draft_tokens for a in answers if a.stats)
     assert (drafted > 0) == (max_rows > 1)
-
-
-async def test_the_draft_is_told_which_step_computed_its_features(
-    target: RunningTarget, tmp_path: Path
-) -> None:
-    """Of a sequence that steps in every round, the one before; and its slots follow each other without a gap."""
-    request = ask("an eyas at dawn", 20, k=2)
-    [plain] = await plain_answers(target, [request])
-    stand_in = oracle_for([request], [plain])
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, prefill_rows=6) as gateway,
-    ):
-        await gateway.answer(request)
-    extends = [(message.round, extend) for message in stand_in.requests for extend in message.extends]
-    assert [extend.feature_round for _, extend in extends] == [round_ - 1 for round_, _ in extends]
-    num_slots = 0
-    for _, extend in extends:
-        assert extend.slot == num_slots
-        num_slots += len(extend.tokens)
-    assert [len(extend.tokens) for _, extend in extends] == [6, 6, 3, *[3] * 6]
-
-
-# --- faults --------------------------------------------------------------------------------------------------
-
-
-async def test_a_fault_in_a_round_fails_its_requests_only(
-    target: RunningTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the services hold for them is freed, and the next request is served."""
-    request = ask("an eyas", 20, k=2)
-    [plain] = await plain_answers(target, [request])
-    stand_in = oracle_for([request], [plain])
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address) as gateway,
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr("gateway.engine.accept", lambda *_: 1 / 0)
-            for result in await asyncio.gather(
-                *(gateway.answer(request) for _ in range(2)), return_exceptions=True
-            ):
-                assert isinstance(result, GenerationError)
-        await until(lambda: gateway.engine.is_connected)
-        await target.until_free()
-        await stand_in.until_free()
-        assert (await gateway.answer(request)).visible == plain.visible
-        assert stand_in.num_streams == 1
-
-
-async def test_a_fault_in_a_round_leaves_the_draft_usable(
-    tiny_target: Path, target: RunningTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has been told of a step that came to nothing, and must not wait for its features."""
-    request = ask("an eyas", 20, k=2)
-    head = make_head(tmp_path / "head", "eagle3", tiny_target)
-    async with (
-        running_draft(head, tmp_path, target.address) as draft,
-        running_gateway(target.address, draft.address) as gateway,
-    ):
-        plain = await gateway.answer(request)
-        with monkeypatch.context() as patch:
-            patch.setattr("target_service.engine.draw", lambda *_: 1 / 0)
-            with pytest.raises(GenerationError):
-                await gateway.answer(request)
-        await until(lambda: gateway.engine.is_connected and not gateway.engine.is_degraded)
-        answer = await gateway.answer(request)
-        assert answer.visible == plain.visible
-        assert answer.stats is not None
-        assert answer.stats.num_drafts > 10
-        await draft.until_free()
-
-
-async def test_a_target_without_a_tokenizer_is_named_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_target(tmp_path / "model", num_layers=4)
-    async with (
-        running_target(model, tmp_path) as target,
-        running_gateway(target.address, wait=False) as gateway,
-    ):
-        with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing"):
-            await wait_for_services(GatewayConfig(target=target.address), gateway.engine)
-    [error] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "cannot be served: tokenizer.json is missing" in error.getMessage()
 
 
 # --- figures -------------------------------------------------------------------------------------------------
