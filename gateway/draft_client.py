@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 INFO_SECONDS = 5.0
-GIVE_UP_SECONDS = 30.0
-"""How late an answer may be: behind that the stream is ended, and the draft attached anew."""
+GIVE_UP_SECONDS = 90.0
+"""How long an answer may take, the step at the target included: behind that the stream is ended, and the draft
+attached anew."""
 
 Answer = tuple[draft_pb2.ProposeResponse, Exchange]
 

@@ -30,6 +30,8 @@ def python(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subpr
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", **(env or {})},
         start_new_session=True,
+        # Whoever runs the tests under nohup would otherwise hand its ignored signal down.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     try:
         yield process
