@@ -89,7 +89,7 @@ def transformers_process(threads: int) -> Iterator[Transformers]:
 async def measure(options: argparse.Namespace) -> None:
     """Runs everything and prints the table."""
     with transformers_process(options.threads) as baseline:
-        async with running_stack(threads=options.threads, dtype="bfloat16") as client:
+        async with running_stack(dtype="bfloat16") as client:
             warm_up = read_prompts(1)[0]
             baseline.tokens_per_second(warm_up, 16)
             await client.ask(warm_up, 16, options.k)
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=10, help="how many of the 40 prompts (default 10)")
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     parser.add_argument("--k", type=int, default=3, help="draft tokens a round (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each model (default 2)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of transformers (default 2)")
     parser.add_argument("--serve-transformers", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_transformers is not None:

@@ -38,7 +38,7 @@ async def run(config: DraftConfig) -> None:
     can mend."""
     metrics = Metrics()
     with observed("eyas-draft", config, metrics.registry) as tracer:
-        compute = ThreadPoolExecutor(1, "compute", set_up_compute_thread, (config.threads,))
+        compute = ThreadPoolExecutor(1, "compute", set_up_compute_thread, (config.threads or 1,))
         service = DraftService(config, compute, metrics, SequenceSpans(tracer, "draft.sequence"))
 
         async def add_services(server: grpc.aio.Server) -> list[str]:

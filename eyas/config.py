@@ -159,6 +159,7 @@ class DraftConfig(ModelConfig):
         Path | None, "Where this host has the target's checkpoint, if not where the target has it."
     ] = None
     dtype: Annotated[DType, "Element type of weights and slots; auto takes the target's."] = "auto"
+    threads: Annotated[int, "CPU threads that compute; 0 takes one, which suits a small head."] = 0
     max_draft_tokens: Annotated[int, "Largest number of tokens in one proposal."] = 8
     rope_theta: Annotated[
         float | None, "Base of the rotary embedding, where the head's config.json is wrong."
