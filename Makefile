@@ -52,7 +52,7 @@ test: $(READY) ## Run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
 .PHONY: bench
-bench: $(READY) ## Measure against transformers on this CPU
+bench: $(READY) ## Measure against transformers on this CPU (ARGS="--prompts 6 --max-tokens 256")
 	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 .PHONY: lint
