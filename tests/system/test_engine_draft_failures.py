@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from eyas.errors import unavailable
 from eyas.v1 import draft_pb2
 from gateway.request import GenerationRequest
 from tests.helpers.engine import Answer, Gateway, ask, running_gateway, until
+from tests.helpers.equivalence import plain_answers, texts
 from tests.helpers.services import RunningTarget, running_draft, running_target
 from tests.helpers.standins import StandIn, oracle, running_stand_in
 from tests.helpers.tiny_models import make_head
@@ -26,7 +28,7 @@ K = 2
 NUM_TOKENS = 40
 REQUEST = ask("an eyas", NUM_TOKENS, k=K)
 OTHER = ask("another eyas", NUM_TOKENS, k=K)
-LATE_MS = 30
+LATE_SECONDS = 0.03
 
 Plain = dict[GenerationRequest, Answer]
 
@@ -62,6 +64,23 @@ def check(answers: list[Answer], plain: Plain) -> None:
     """Answers to REQUEST and OTHER in turns."""
     for i, answer in enumerate(answers):
         assert answer.visible == plain[OTHER if i % 2 else REQUEST].visible
+
+
+def wait_briefly(
+    gateway: Gateway, message: int, monkeypatch: pytest.MonkeyPatch, give_up: float = 90.0
+) -> None:
+    """Has the gateway's guard be short for the draft's answer to that message, and long for every other: so it is
+    late if it is held back, and no other is. `give_up` seconds are those of this one, too."""
+    client: Any = gateway.engine._drafting._client
+    send, numbers = client.send, itertools.count(1)
+
+    def send_numbered(request: draft_pb2.ProposeRequest) -> None:
+        is_it = next(numbers) == message
+        client._timeout = LATE_SECONDS if is_it else 60.0
+        monkeypatch.setattr("gateway.draft_client.GIVE_UP_SECONDS", give_up if is_it else 90.0)
+        send(request)
+
+    client.send = send_numbered
 
 
 def is_fully_drafted(answer: Answer) -> bool:
@@ -124,14 +143,20 @@ async def test_draft_breaks_off_a_stream(
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 7])
 async def test_draft_hangs_and_wakes_up(
-    moment: int, target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
+    moment: int,
+    target: RunningTarget,
+    plain: Plain,
+    stand_in: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rounds go on without it after the guard's time; once it has answered, new sequences speculate again."""
     stand_in.hold_at = moment
     async with (
         running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
+        running_gateway(target.address, draft.address) as gateway,
     ):
+        wait_briefly(gateway, moment, monkeypatch)
         for _ in range(2):
             answers = await gateway.answers([REQUEST, OTHER])
             check(answers, plain)
@@ -148,32 +173,19 @@ async def test_draft_hangs_and_wakes_up(
         assert stand_in.num_streams == 1
 
 
-async def test_draft_that_is_always_late(
-    target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
-) -> None:
-    """Its answers come some rounds behind: none of them is a draft, and every one ends somewhere."""
-    stand_in.delay = 0.01
-    async with (
-        running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=1) as gateway,
-    ):
-        for _ in range(3):
-            answers = await gateway.answers([REQUEST, OTHER, REQUEST, OTHER])
-            check(answers, plain)
-            assert all(answer.stats and answer.stats.num_drafts == 0 for answer in answers)
-        await stand_in.until_free()
-    assert len(stand_in.requests) > 3
-
-
 async def test_draft_that_hangs_for_good_is_attached_anew(
-    target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: RunningTarget,
+    plain: Plain,
+    stand_in: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.draft_client.GIVE_UP_SECONDS", 3 * LATE_MS / 1000)
     stand_in.hold_at = 2
     async with (
         running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
+        running_gateway(target.address, draft.address) as gateway,
     ):
+        wait_briefly(gateway, 2, monkeypatch, give_up=3 * LATE_SECONDS)
         check(await gateway.answers([REQUEST, OTHER]), plain)
         await until(lambda: stand_in.num_streams == 2)
         assert not stand_in.open
@@ -183,27 +195,45 @@ async def test_draft_that_hangs_for_good_is_attached_anew(
         assert all(map(is_fully_drafted, answers))
 
 
-async def test_late_answers_fill_slots_but_are_no_drafts(
+async def test_draft_that_is_late_more_often_than_not(
     target: RunningTarget, plain: Plain, stand_in: StandIn, tmp_path: Path
 ) -> None:
+    """Its answers come some rounds behind, and every one ends somewhere."""
+    stand_in.delay = 0.01
+    async with (
+        running_stand_in(stand_in, tmp_path) as draft,
+        running_gateway(target.address, draft.address, draft_timeout_ms=1) as gateway,
+    ):
+        for _ in range(3):
+            check(await gateway.answers([REQUEST, OTHER, REQUEST, OTHER]), plain)
+        await stand_in.until_free()
+    assert len(stand_in.requests) > 3
+
+
+async def test_late_answers_fill_slots_but_are_no_drafts(
+    target: RunningTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sequence that was without drafts for some rounds has them again, behind all its tokens."""
+    request = replace(REQUEST, max_tokens=200)
+    [plain] = await plain_answers(target, [request])
+    stand_in = StandIn(oracle(texts([request], [plain])))
     stand_in.hold_at = 3
     async with (
         running_stand_in(stand_in, tmp_path) as draft,
-        running_gateway(target.address, draft.address, draft_timeout_ms=LATE_MS) as gateway,
+        running_gateway(target.address, draft.address) as gateway,
     ):
-        client: Any = gateway.engine._drafting._client
+        wait_briefly(gateway, 3, monkeypatch)
         answer = Answer()
-        async for delta in gateway.engine.generate(REQUEST):
+        async for delta in gateway.engine.generate(request):
             answer.take(delta)
             if len(answer.blocks) == 6:
                 assert answer.accepted == [0, K, 0, 0, 0, 0]
                 stand_in.gate.set()
-                await until(lambda: client.is_ready)
-    assert answer.visible == plain[REQUEST].visible
-    resumed = [extend for request in stand_in.requests[3:] for extend in request.extends]
-    assert len(resumed[0].tokens) > 3
-    assert answer.accepted[-2] == K
+    assert answer.visible == plain.visible
+    [resumed, *_] = stand_in.requests[3].extends
+    assert len(resumed.tokens) > 3
+    again = answer.accepted.index(K, 6)
+    assert set(answer.accepted[again:-2]) == {K}
 
 
 async def test_the_real_draft_killed_and_back(
