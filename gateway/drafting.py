@@ -125,7 +125,7 @@ class Drafting:
         the tokens that it commits, have come. So the draft does not wait for the gateway, and works while it
         commits. Proposals behind a sequence that ends meanwhile are for nothing."""
         client = self._client
-        if client is None or client.info is None or not client.is_ready or not client.info.subscription_id:
+        if client is None or client.info is None or client.is_waiting or not client.info.subscription_id:
             return
         request = self._new_request(round_, client)
         for share in shares:

@@ -145,6 +145,21 @@ async def test_a_late_answer_fills_slots_and_gives_no_drafts(client: FakeClient,
     assert (one.num_slots, one.drafts) == (6, [1, 2, 3])
 
 
+async def test_a_late_answer_is_taken_before_the_next_message(client: FakeClient, drafting: Drafting) -> None:
+    """It came between a round's two messages: nothing is sent ahead, since the slots that it tells of are not noted."""
+    one = sequence()
+    await prompt_round(drafting, one)
+    client.is_late = True
+    await propose(drafting, 2, one)
+    client.is_late = False
+    send_ahead(drafting, 2, one)
+    assert len(client.asked) == 2
+    commit(one, 8)
+    await propose(drafting, 3, one)
+    [extend] = client.asked[2].extends
+    assert (extend.slot, list(extend.tokens), extend.then_committed) == (4, [8], False)
+
+
 @pytest.mark.parametrize("subscription_id", [0, 9])
 async def test_late_drafts_are_none_though_nothing_follows(
     subscription_id: int, client: FakeClient, drafting: Drafting
