@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import Any
@@ -17,8 +17,10 @@ from draft_service.engine import Engine, Lease
 from draft_service.features import FeatureStore, Need
 from draft_service.metrics import Metrics
 from draft_service.target_link import TargetLink, TargetLost, feature_source, read
+from eyas.compute import Timer
 from eyas.config import DraftConfig
 from eyas.errors import EyasError, StatusError, unavailable
+from eyas.names import DRAFT_SERVICE
 from eyas.observe import SequenceSpans, observed
 from eyas.server import SetServing, pipelined, serve
 from eyas.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
@@ -26,7 +28,6 @@ from eyas_kernels.device import pages_that_fit, set_up_compute_thread
 
 log = logging.getLogger(__name__)
 
-SERVICE = "eyas.v1.DraftService"
 FEATURE_SECONDS = 2.0
 """How long a proposal waits for features before it is given up: the sequence then goes on without drafts."""
 STEP_SECONDS = 60.0
@@ -43,7 +44,7 @@ async def run(config: DraftConfig) -> None:
 
         async def add_services(server: grpc.aio.Server) -> list[str]:
             draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server)
-            return [SERVICE]
+            return [DRAFT_SERVICE]
 
         try:
             await serve("draft", config.listen, add_services, background=service.keep_attached)
@@ -201,23 +202,16 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def _propose(
         self, engine: Engine, lease: Lease, held: dict[int, int], request: draft_pb2.ProposeRequest
     ) -> draft_pb2.ProposeResponse:
-        received = time.perf_counter()
+        timer = Timer()
         self._hold_features(held, request)
         features = await self._take_features(held, request)
-        loop = asyncio.get_running_loop()
-        proposals, began, ended = await loop.run_in_executor(
-            self._compute, _timed_propose, engine, lease, request, features
-        )
-        self._metrics.observe_proposals(proposals, ended - began)
+        proposals = await timer.run(self._compute, lambda: engine.propose(lease, request, features))
+        self._metrics.observe_proposals(proposals, timer.seconds)
         return draft_pb2.ProposeResponse(
             round=request.round,
             proposals=proposals,
             free_pages=engine.allocator.num_free,
-            timing=common_pb2.ServiceTiming(
-                queue_us=round((began - received) * 1e6),
-                compute_us=round((ended - began) * 1e6),
-                total_us=round((time.perf_counter() - received) * 1e6),
-            ),
+            timing=timer.timing(),
         )
 
     def _hold_features(self, held: dict[int, int], request: draft_pb2.ProposeRequest) -> None:
@@ -256,14 +250,6 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         for extend, part in zip(request.extends, taken, strict=True):
             extend.tokens.extend(part.committed if part else ())
         return [part and part.rows for part in taken]
-
-
-def _timed_propose(
-    engine: Engine, lease: Lease, request: draft_pb2.ProposeRequest, features: Sequence[torch.Tensor | None]
-) -> tuple[list[draft_pb2.Proposal], float, float]:
-    began = time.perf_counter()
-    proposals = engine.propose(lease, request, features)
-    return proposals, began, time.perf_counter()
 
 
 def _identity(target: target_pb2.GetTargetInfoResponse) -> tuple[object, ...]:

@@ -17,13 +17,12 @@ from draft_service.head_spec import TargetShape
 from eyas.channel import open_channel, wait_until_serving
 from eyas.config import DraftConfig
 from eyas.errors import EyasError, describe
+from eyas.names import TARGET_SERVICE
 from eyas.transport import LAYOUT_VERSION, dtype_of
 from eyas.v1 import common_pb2, target_pb2, target_pb2_grpc
 from eyas_kernels.device import pick_device
 
 log = logging.getLogger(__name__)
-
-TARGET_SERVICE = "eyas.v1.TargetService"
 
 
 class TargetLost(Exception):

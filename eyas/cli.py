@@ -22,7 +22,7 @@ from eyas.errors import EyasError, describe
 from eyas.launch import Stack, find_models, make_stack, own_name
 from eyas.models import DEFAULT_HEAD, DEFAULT_TARGET, default_home, resolve_head, resolve_target
 from eyas.options import Command, configure, options, with_options
-from eyas.runtime import die_with_parent, passive_openmp
+from eyas.runtime import die_with_parent, tune_openmp
 from eyas.supervisor import run_services
 from eyas.telemetry import start_logging
 
@@ -157,7 +157,7 @@ def target(
     config = configure(TargetConfig, values, model=Path(model), served_name=served_name or own_name(model))
     _prepare("target", config, parent)
     config = replace(config, model=resolve_target(model, default_home(os.environ), progress=_say))
-    passive_openmp()
+    tune_openmp()
     from target_service.service import run
 
     uvloop.run(run(config))
@@ -174,7 +174,7 @@ def draft(*, head: Head = DEFAULT_HEAD, head_name: Name = None, parent: Parent =
     config = configure(DraftConfig, values, head=Path(head), head_name=head_name or own_name(head))
     _prepare("draft", config, parent)
     config = replace(config, head=resolve_head(head, default_home(os.environ), progress=_say))
-    passive_openmp()
+    tune_openmp()
     from draft_service.service import run
 
     uvloop.run(run(config))

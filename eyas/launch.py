@@ -13,11 +13,9 @@ from eyas.channel import open_channel, wait_until_serving
 from eyas.config import CommonConfig, ConfigError, DraftConfig, GatewayConfig, TargetConfig
 from eyas.listen import check_port_free, free_port
 from eyas.models import resolve_head, resolve_target
+from eyas.names import DRAFT_SERVICE, TARGET_SERVICE
 from eyas.options import arguments, configure
 from eyas.supervisor import Say, Service
-
-TARGET_SERVICE = "eyas.v1.TargetService"
-DRAFT_SERVICE = "eyas.v1.DraftService"
 
 
 @dataclass(frozen=True)

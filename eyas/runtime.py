@@ -51,7 +51,7 @@ async def run_until(stop: asyncio.Event, work: asyncio.Future[None]) -> bool:
     return ended
 
 
-def passive_openmp() -> None:
+def tune_openmp() -> None:
     """Has OpenMP's threads spin for about 0.4 ms and then sleep; to be called before torch is imported.
 
     Target and draft compute in turns on the same cores: spinning threads of one would take them from the other.

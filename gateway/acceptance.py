@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eyas.acceptance import count_accepted
 from gateway.request import TokenSource
 
 
@@ -15,10 +16,6 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[tuple[int, Tok
     d is accepted with probability p(d), and given a rejection y follows p without d. And it is exact along the
     path: y depends on seed and position alone, so the committed text is the one that plain decoding draws.
     """
-    block: list[tuple[int, TokenSource]] = []
-    for draft, drawn in zip(drafts, sampled, strict=False):
-        if draft != drawn:
-            break
-        block.append((draft, TokenSource.DRAFT))
-    block.append((sampled[len(block)], TokenSource.TARGET))
-    return block
+    num_accepted = count_accepted(drafts, sampled)
+    accepted = [(draft, TokenSource.DRAFT) for draft in drafts[:num_accepted]]
+    return [*accepted, (sampled[num_accepted], TokenSource.TARGET)]

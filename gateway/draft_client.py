@@ -99,6 +99,15 @@ class DraftClient:
         log.error("draft at %s breaks the contract: %s", self.address, fault)
         self.detach()
 
+    def detach(self) -> None:
+        """Ends the stream; the draft is attached anew after a pause."""
+        self.info = None
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+        if self._stream is not None:
+            self._stream.cancel()
+
     async def close(self) -> None:
         """Ends the stream, and with it every sequence at the draft."""
         self.detach()
@@ -113,15 +122,6 @@ class DraftClient:
         self.info = info
         return info
 
-    def detach(self) -> None:
-        """Ends the stream; the draft is attached anew after a pause."""
-        self.info = None
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
-        if self._stream is not None:
-            self._stream.cancel()
-
     async def _exchange(self, request: draft_pb2.ProposeRequest) -> Answer | None:
         """None when the stream has ended, or nothing has come for too long."""
         began = time.perf_counter()
@@ -134,7 +134,3 @@ class DraftClient:
         if response is grpc.aio.EOF:
             return None
         return response, Exchange(began, time.perf_counter() - began, response.timing.compute_us * 1e-6)
-
-
-def _reason(error: BaseException) -> str:
-    return describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)

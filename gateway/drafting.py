@@ -105,14 +105,16 @@ class Drafting:
         if client is None:
             return NOTHING_SENT
         began, compute = time.perf_counter(), 0.0
-        if client.is_waiting:
+        has_asked = client.is_waiting
+        if has_asked:
             for sent in self._sent:
                 sent.settle()
             compute += self._apply(await client.answer(), vocab_size)
         if client.is_ready and (request := self._request_now(round_, sequences, client, room)) is not None:
+            has_asked = True
             client.send(request)
             compute += self._apply(await client.answer(), vocab_size)
-        elif not client.is_waiting and not compute:
+        if not has_asked:
             return NOTHING_SENT
         for sequence in sequences:
             del sequence.drafts[max(0, min(sequence.draft_budget, room)) :]
@@ -173,37 +175,45 @@ class Drafting:
         return request
 
     def _extend_now(self, request: draft_pb2.ProposeRequest, sequence: Sequence, room: int) -> int:
-        """Slot i takes x_{i+1} and h_i: the slots that can be written are those whose feature is computed.
-        Returns how many tokens are asked for."""
-        begin, end = sequence.num_slots, sequence.num_computed
+        """The slots whose features are computed. Returns how many tokens are asked for."""
         num_drafts = max(0, min(sequence.draft_budget, self.max_draft_tokens, room))
-        request.extends.add(
-            sequence_id=sequence.id,
-            epoch=sequence.epoch,
-            slot=begin,
-            tokens=sequence.tokens[begin + 1 : end + 1],
-            feature_round=sequence.feature_round,
-            num_draft_tokens=num_drafts,
-        )
-        self._sent.append(_Sent(sequence, sequence.epoch, num_drafts, end, end))
+        end = sequence.num_computed
+        self._extend(request, sequence, end, num_drafts, num_slots=end, feature_round=sequence.feature_round)
         return num_drafts
 
     def _extend_ahead(self, request: draft_pb2.ProposeRequest, round_: int, share: Share) -> None:
         """The slots whose features the step on its way computes. Where it scores the last row, their last tokens
         are those that it commits."""
-        sequence, begin = share.sequence, share.sequence.num_slots
+        sequence, scored = share.sequence, share.is_last_chunk
+        num_drafts = min(sequence.next_draft_budget, self.max_draft_tokens) if scored else 0
         end = sequence.num_computed + share.num_fed
-        num_drafts = min(sequence.next_draft_budget, self.max_draft_tokens) if share.is_last_chunk else 0
+        self._extend(
+            request, sequence, end, num_drafts, num_slots=None, feature_round=round_, then_committed=scored
+        )
+
+    def _extend(
+        self,
+        request: draft_pb2.ProposeRequest,
+        sequence: Sequence,
+        end: int,
+        num_drafts: int,
+        *,
+        num_slots: int | None,
+        feature_round: int,
+        then_committed: bool = False,
+    ) -> None:
+        """Slot i takes x_{i+1} and h_i: asks for those up to `end`, as far as their tokens are known."""
+        begin = sequence.num_slots
         request.extends.add(
             sequence_id=sequence.id,
             epoch=sequence.epoch,
             slot=begin,
             tokens=sequence.tokens[begin + 1 : end + 1],
-            feature_round=round_,
+            feature_round=feature_round,
             num_draft_tokens=num_drafts,
-            then_committed=share.is_last_chunk,
+            then_committed=then_committed,
         )
-        self._sent.append(_Sent(sequence, sequence.epoch, num_drafts, None, sequence.num_computed))
+        self._sent.append(_Sent(sequence, sequence.epoch, num_drafts, num_slots, sequence.num_computed))
 
     def _apply(self, answer: Answer | None, vocab_size: int) -> float:
         """Notes slots, and drafts unless more has been computed meanwhile. Returns the draft's seconds."""

@@ -35,8 +35,6 @@ from gateway.resolve import (
 )
 from gateway.text import Tokenizer
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _SOURCES = {

@@ -16,6 +16,7 @@ from opentelemetry.trace import Tracer
 from eyas.channel import open_channel, wait_until_serving
 from eyas.config import GatewayConfig
 from eyas.listen import check_port_free
+from eyas.names import GENERATION_SERVICE, TARGET_SERVICE
 from eyas.runtime import run_until, stop_signals
 from eyas.server import Server
 from eyas.telemetry import start_tracing
@@ -23,7 +24,7 @@ from eyas.v1 import gateway_pb2_grpc
 from gateway.draft_client import DraftClient
 from gateway.drafting import Drafting
 from gateway.engine import Engine
-from gateway.grpc_service import SERVICE_NAME, GenerationService
+from gateway.grpc_service import GenerationService
 from gateway.metrics import Metrics
 from gateway.observer import Observer
 from gateway.rest.app import create_app
@@ -31,7 +32,6 @@ from gateway.target_client import TargetClient
 
 log = logging.getLogger(__name__)
 
-TARGET_SERVICE = "eyas.v1.TargetService"
 DRAFT_SECONDS = 15.0
 """How long a start waits for the draft; after that, rounds go on without it until it comes."""
 GRACE_SECONDS = 10
@@ -122,7 +122,7 @@ async def _grpc_server(config: GatewayConfig, engine: Engine) -> AsyncIterator[N
     async with Server("gateway", config.grpc_listen) as server:
         service = GenerationService(engine, engine.tokenizer)
         gateway_pb2_grpc.add_GenerationServiceServicer_to_server(service, server.grpc)
-        await server.start([SERVICE_NAME])
+        await server.start([GENERATION_SERVICE])
         await server.set_serving(True)
         log.info("gRPC API on %s", server.address)
         yield

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from eyas.acceptance import count_accepted
 from eyas.errors import invalid_argument
 from eyas.v1 import target_pb2
 from eyas_kernels.attention import BlockRows, plan_rows
@@ -222,7 +223,5 @@ def _committed(block: target_pb2.Block, sampled: Sequence[int]) -> tuple[int, ..
     if not sampled:
         return ()
     drafts = block.tokens[len(block.tokens) - len(sampled) + 1 :]
-    num_accepted = 0
-    while num_accepted < len(drafts) and drafts[num_accepted] == sampled[num_accepted]:
-        num_accepted += 1
+    num_accepted = count_accepted(drafts, sampled)
     return (*drafts[:num_accepted], sampled[num_accepted])

@@ -16,21 +16,22 @@ from typing import Any
 import grpc
 import torch
 
+from eyas.compute import Timer
 from eyas.config import TargetConfig
 from eyas.errors import EyasError, invalid_argument
+from eyas.names import TARGET_SERVICE
 from eyas.observe import SequenceSpans, observed
 from eyas.server import pipelined, serve
 from eyas.transport import LAYOUT_VERSION, scalar_type_of
 from eyas.v1 import common_pb2, target_pb2, target_pb2_grpc
 from eyas_kernels.device import pages_that_fit, pick_device, set_up_compute_thread
-from target_service.engine import Engine, Lease, StepOutcome
+from target_service.engine import Engine, Lease
 from target_service.features import Subscriptions
 from target_service.metrics import Metrics
 from target_service.model import Decoder
 
 log = logging.getLogger(__name__)
 
-SERVICE = "eyas.v1.TargetService"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 FILE_PART_BYTES = 2**20
 
@@ -46,7 +47,7 @@ async def run(config: TargetConfig) -> None:
             engine = await loop.run_in_executor(compute, load_engine, config)
             service = TargetService(engine, compute, config, metrics, SequenceSpans(tracer, "target.sequence"))
             target_pb2_grpc.add_TargetServiceServicer_to_server(service, server)
-            return [SERVICE]
+            return [TARGET_SERVICE]
 
         try:
             await serve("target", config.listen, add_services)
@@ -154,25 +155,19 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             self._compute.submit(self._engine.release, lease)
 
     async def _step(self, lease: Lease, request: target_pb2.StepRequest) -> _Done:
-        received = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        outcome, began, ended = await loop.run_in_executor(self._compute, self._timed_step, lease, request)
+        timer = Timer()
+        outcome = await timer.run(self._compute, lambda: self._engine.step(lease, request))
         # First of all the features: the draft waits for them.
         for subscription_id, batches in outcome.batches.items():
             if (subscription := self._subscriptions.get(subscription_id)) is not None:
                 subscription.offer(batches)
-        timing = common_pb2.ServiceTiming(
-            queue_us=round((began - received) * 1e6),
-            compute_us=round((ended - began) * 1e6),
-            total_us=round((time.perf_counter() - received) * 1e6),
-        )
         response = target_pb2.StepResponse(
             round=request.round,
             results=outcome.results,
             free_pages=self._engine.allocator.num_free,
-            timing=timing,
+            timing=timer.timing(),
         )
-        return _Done(request, response, ended - began)
+        return _Done(request, response, timer.seconds)
 
     def _note(self, done: _Done, held: set[int]) -> None:
         """Counts a step, and traces what it opened and closed."""
@@ -181,11 +176,6 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         held.difference_update(closed)
         held.update(opening.sequence_id for opening in done.request.opens)
         self._metrics.observe_step(done.request, done.seconds)
-
-    def _timed_step(self, lease: Lease, request: target_pb2.StepRequest) -> tuple[StepOutcome, float, float]:
-        began = time.perf_counter()
-        outcome = self._engine.step(lease, request)
-        return outcome, began, time.perf_counter()
 
     async def Features(
         self, request_iterator: AsyncIterable[target_pb2.FeaturesRequest], context: Any

@@ -40,11 +40,9 @@ class _Group:
 
     pages: torch.Tensor  # int64 [blocks, pages]
     mask: torch.Tensor  # float32 [blocks, 1, rows, 1, keys]: 0 where the row may look, -inf elsewhere
-    gather: (
-        torch.Tensor | None
-    )  # int64 [blocks * rows]: the step's row of each padded row; None when nothing moves
+    gather: torch.Tensor | None  # int64 [blocks * rows]: the step's row of each padded row; None: all in place
     scatter: torch.Tensor | None  # int64 [rows in the group]: the padded row of each real row
-    ends: tuple[int, ...]  # keys of each block; what its pages hold behind them is somebody's past
+    unwritten: torch.Tensor  # int64: keys, of all blocks in a row, behind their block's last; somebody's past
     first_row: int
     num_rows: int
 
@@ -94,6 +92,7 @@ def _plan_group(
     num_pages += -num_pages % (VECTOR // math.gcd(VECTOR, page_size))
     pages = [(list(block.pages[:num_pages]) + [SINK_PAGE] * num_pages)[:num_pages] for block in blocks]
     starts = torch.tensor([block.start for block in blocks], device=device)
+    ends = torch.tensor([block.start + block.num_rows for block in blocks], device=device)
     position = (starts[:, None] + torch.arange(rows, device=device))[..., None]  # [blocks, rows, 1]
     key = torch.arange(num_pages * page_size, device=device)
     visible = key <= position
@@ -118,7 +117,7 @@ def _plan_group(
         mask[:, None, :, None],
         gather,
         scatter,
-        tuple(block.start + block.num_rows for block in blocks),
+        (key >= ends[:, None]).view(-1).nonzero()[:, 0],
         first_row,
         num_rows,
     )
@@ -146,12 +145,9 @@ def _attend(query: torch.Tensor, cache: torch.Tensor, group: _Group) -> torch.Te
     else:
         query = query.index_select(0, group.gather)
     num_keys = num_pages * page_size
-    keys_values = (
-        cache.view(cache.shape[0], -1).index_select(0, group.pages.view(-1)).view(blocks, num_keys, -1)
-    )
-    for block, end in enumerate(group.ends):
-        # Not even a NaN there may reach the block's rows, as 0 * NaN would.
-        keys_values[block, end:].zero_()
+    keys_values = cache.view(cache.shape[0], -1).index_select(0, group.pages.view(-1))
+    # Not even a NaN there may reach the block's rows, as 0 * NaN would.
+    keys_values.view(blocks * num_keys, -1).index_fill_(0, group.unwritten, 0)
     keys, values = (
         keys_values.view(blocks, num_keys, 2, num_kv_heads, head_dim)
         .permute(2, 0, 3, 1, 4)

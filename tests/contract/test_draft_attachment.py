@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_service.service import SERVICE
 from eyas.channel import NotServing, open_channel
 from eyas.errors import EyasError
+from eyas.names import DRAFT_SERVICE
 from eyas.v1 import draft_pb2
 from tests.helpers.messages import extend, propose, refused, slots
 from tests.helpers.pair import Streams, prompted, streams
@@ -35,7 +35,7 @@ async def info_of(draft: RunningDraft) -> draft_pb2.GetDraftInfoResponse:
 
 async def is_serving(draft: RunningDraft) -> bool:
     async with open_channel(draft.address) as channel:
-        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        request = health_pb2.HealthCheckRequest(service=DRAFT_SERVICE)
         reply = await health_pb2_grpc.HealthStub(channel).Check(request)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 

@@ -13,17 +13,16 @@ from typing import Any
 import grpc
 from opentelemetry.trace import Tracer
 
-from draft_service import service as draft
 from draft_service.engine import Engine as DraftEngine
 from draft_service.metrics import Metrics as DraftMetrics
 from draft_service.service import DraftService
 from eyas.channel import open_channel, wait_until_serving
 from eyas.config import DraftConfig, TargetConfig
+from eyas.names import DRAFT_SERVICE, TARGET_SERVICE
 from eyas.observe import SequenceSpans
 from eyas.server import Server
 from eyas.v1 import draft_pb2_grpc, target_pb2_grpc
 from eyas_kernels.device import set_up_compute_thread
-from target_service import service as target
 from target_service.engine import Engine as TargetEngine
 from target_service.metrics import Metrics as TargetMetrics
 from target_service.service import TargetService, load_engine
@@ -94,7 +93,7 @@ class RunningDraft:
         """Returns once the draft is attached. Raises what `attached` ended with."""
         async with open_channel(self.address) as channel:
             serving = asyncio.ensure_future(
-                wait_until_serving(channel, draft.SERVICE, 60, lambda line: None, peer="the draft")
+                wait_until_serving(channel, DRAFT_SERVICE, 60, lambda line: None, peer="the draft")
             )
             await asyncio.wait((serving, self.attached), return_when=asyncio.FIRST_COMPLETED)
             if self.attached.done():
@@ -118,7 +117,7 @@ async def running_target(
                 spans = SequenceSpans(tracer, "target.sequence")
                 service = TargetService(engine, compute, settings, metrics, spans)
                 target_pb2_grpc.add_TargetServiceServicer_to_server(service, server.grpc)
-                await server.start([target.SERVICE])
+                await server.start([TARGET_SERVICE])
                 await server.set_serving(True)
                 yield RunningTarget(server.address, engine, metrics, server, compute)
             finally:
@@ -155,7 +154,7 @@ async def running_draft(
         async with Server("draft", settings.listen) as server:
             service = DraftService(settings, compute, metrics, SequenceSpans(tracer, "draft.sequence"))
             draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc)
-            await server.start([draft.SERVICE])
+            await server.start([DRAFT_SERVICE])
             attached = asyncio.ensure_future(service.keep_attached(server.set_serving))
             running = RunningDraft(server.address, service, metrics, server, compute, attached)
             try:

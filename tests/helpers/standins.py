@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas.names import DRAFT_SERVICE
 from eyas.server import Server
 from eyas.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.helpers.services import RunningDraft
 
-SERVICE = "eyas.v1.DraftService"
 OK = draft_pb2.PROPOSAL_STATUS_OK
 
 
@@ -192,7 +192,7 @@ async def running_stand_in(
     """Serves the stand-in on a socket in `folder`."""
     async with Server("draft", f"unix:{folder}/{socket}") as server:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(stand_in, server.grpc)
-        await server.start([SERVICE])
+        await server.start([DRAFT_SERVICE])
         await server.set_serving(True)
         try:
             yield RunningStandIn(server.address, stand_in, server)

@@ -15,10 +15,11 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from eyas.channel import open_channel
+from eyas.names import GENERATION_SERVICE
 from eyas.server import Server
 from eyas.v1 import gateway_pb2 as pb
 from eyas.v1 import gateway_pb2_grpc
-from gateway.grpc_service import SERVICE_NAME, GenerationService
+from gateway.grpc_service import GenerationService
 from gateway.request import GenerationError, QueueFull, TargetUnavailable
 from tests.helpers.fake_engine import ANSWER, CARD, FakeEngine
 from tests.helpers.tiny_tokenizer import IM_END, IM_START
@@ -38,7 +39,7 @@ async def stub(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Stub]:
     async with Server("gateway", f"unix:{tmp_path}/gateway.sock") as server:
         service = GenerationService(engine, engine.tokenizer)
         gateway_pb2_grpc.add_GenerationServiceServicer_to_server(service, server.grpc)
-        await server.start([SERVICE_NAME])
+        await server.start([GENERATION_SERVICE])
         async with open_channel(server.address) as channel:
             yield gateway_pb2_grpc.GenerationServiceStub(channel)
             await engine.wait_for(num_open=0)
