@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draft_service.head_spec import HeadSpec, TargetShape, layer_prefix, read_spec
+from draft_service.head_spec import HeadSpec, Overrides, TargetShape, layer_prefix, read_spec
+from draft_service.head_tensors import check_tensors, fc_norms, problems_of
 from eyas_kernels.checkpoint import Checkpoint, CheckpointError
 
 logger = logging.getLogger(__name__)
 
-Shapes = dict[str, tuple[int, ...]]
+NO_OVERRIDES = Overrides()
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,13 @@ class HeadWeights:
 
     fc: Tensor  # [H, 2H] on (embedding, feature) for EAGLE-1; [H, taps * Ht] on the feature for EAGLE-3
     fc_bias: Tensor | None  # [H]
+    fc_norms: tuple[Tensor, ...]  # on the feature: none, one [taps * Ht], or one [Ht] for each tap; EAGLE-3
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, A]: queries, keys, values
     qkv_bias: Tensor | None
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None  # [head_dim]
     out: Tensor  # [H, num_heads * head_dim]
+    out_bias: Tensor | None  # [H]
     gate_up: Tensor  # [2 * intermediate_size, H], gate first
     down: Tensor  # [H, intermediate_size]
     post_attention_layernorm: Tensor  # [H]
@@ -52,20 +57,19 @@ class HeadCheckpoint:
 def read_head(
     folder: Path,
     target: TargetShape,
-    rope_theta: float | None = None,
+    overrides: Overrides = NO_OVERRIDES,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> HeadCheckpoint:
     """Reads an EAGLE-1 or EAGLE-3 head; the kind follows from the tensors, not from the config.
 
-    `rope_theta` overrides the head's own rotary base. Raises CheckpointError, naming the file and the field or
-    the tensors, for a head that is damaged, of an unsupported variant, or made for another target.
+    Raises CheckpointError, naming the file and the field or the tensors, for a head that is damaged, of an
+    unsupported variant, or made for another target.
     """
     checkpoint = Checkpoint(folder)
-    spec = read_spec(checkpoint, target, rope_theta)
-    required, optional = _shapes(spec, layer_prefix(checkpoint.names().keys()))
-    _check_tensors(checkpoint, required, optional)
+    spec = read_spec(checkpoint, target, overrides)
+    check_tensors(checkpoint, spec)
     weights = _load_weights(checkpoint, spec, dtype, device)
     for name, used in (("embed_tokens.weight", weights.embed), ("lm_head.weight", weights.lm_head)):
         if name in checkpoint.names() and used is None:
@@ -86,70 +90,11 @@ def read_borrowed(
     names = ["model.embed_tokens.weight"]
     if need_lm_head and not config.flag("tie_word_embeddings", False):
         names.append("lm_head.weight")
-    problems = _problems(checkpoint, dict.fromkeys(names, shape))
+    problems = problems_of(checkpoint, dict.fromkeys(names, shape))
     if problems:
         raise CheckpointError(f"{target_folder}: {'; '.join(problems)}")
     tensors = [checkpoint.load(name, dtype, device) for name in names]
     return tensors[0], tensors[-1] if need_lm_head else None
-
-
-def _shapes(spec: HeadSpec, layer: str) -> tuple[Shapes, Shapes]:
-    """Shapes of the tensors that a head must have, and of those that it may have, by name."""
-    hidden, inner, eagle3 = spec.hidden_size, spec.intermediate_size, spec.kind == "eagle3"
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention_in = 2 * hidden if eagle3 else hidden
-    projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    norms = ["post_attention_layernorm", *(["input_layernorm", "hidden_norm"] if eagle3 else [])]
-    required: Shapes = {
-        "fc.weight": (hidden, spec.feature_size if eagle3 else 2 * hidden),
-        **{f"{layer}self_attn.{name}.weight": (size, attention_in) for name, size in projections.items()},
-        f"{layer}self_attn.o_proj.weight": (hidden, queries),
-        f"{layer}mlp.gate_proj.weight": (inner, hidden),
-        f"{layer}mlp.up_proj.weight": (inner, hidden),
-        f"{layer}mlp.down_proj.weight": (hidden, inner),
-        **{f"{layer}{name}.weight": (hidden,) for name in norms},
-    }
-    optional: Shapes = {"fc.bias": (hidden,)}
-    if spec.attention_bias:
-        required |= {f"{layer}self_attn.{name}.bias": (size,) for name, size in projections.items()}
-    lm_head = {"lm_head.weight": (spec.draft_vocab_size, hidden)}
-    if eagle3:
-        required |= {"norm.weight": (hidden,), **lm_head}
-        optional["t2d"] = (spec.vocab_size,)
-        reduced = spec.draft_vocab_size < spec.vocab_size
-        (required if reduced else optional)["d2t"] = (spec.draft_vocab_size,)
-    else:
-        optional |= lm_head
-    owns_embedding = hidden != spec.target_hidden_size
-    (required if owns_embedding else optional)["embed_tokens.weight"] = (spec.vocab_size, hidden)
-    return required, optional
-
-
-def _check_tensors(checkpoint: Checkpoint, required: Shapes, optional: Shapes) -> None:
-    """Raises one CheckpointError with everything that is unknown, missing, mis-shaped or of a wrong type."""
-    found = checkpoint.names()
-    known = required | {name: shape for name, shape in optional.items() if name in found}
-    problems = _problems(checkpoint, known)
-    problems += [f"{name} in {info.file} is unknown" for name, info in found.items() if name not in known]
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint.folder}: the tensors are not those of config.json: {'; '.join(problems)}"
-        )
-
-
-def _problems(checkpoint: Checkpoint, expected: Shapes) -> list[str]:
-    found = checkpoint.names()
-    problems = []
-    for name, shape in expected.items():
-        if name not in found:
-            problems.append(f"{name} {list(shape)} is missing")
-            continue
-        info = found[name]
-        if info.shape != shape:
-            problems.append(f"{name} in {info.file} is {list(info.shape)}, but {list(shape)} is needed")
-        if info.dtype.is_floating_point == (name in ("d2t", "t2d")):
-            problems.append(f"{name} in {info.file} has dtype {info.dtype}, which does not fit")
-    return problems
 
 
 def _load_weights(
@@ -161,27 +106,33 @@ def _load_weights(
     def load(name: str) -> Tensor:
         return checkpoint.load(name, dtype, device)
 
+    def maybe(name: str) -> Tensor | None:
+        return load(name) if name in names else None
+
     def fuse(kind: str, *parts: str) -> Tensor:
         return torch.cat([load(f"{layer}{part}.{kind}") for part in parts])
 
-    eagle3 = spec.kind == "eagle3"
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     target_ids = _target_ids(checkpoint, spec)
     return HeadWeights(
         fc=load("fc.weight"),
-        fc_bias=load("fc.bias") if "fc.bias" in names else None,
+        fc_bias=maybe("fc.bias"),
+        fc_norms=tuple(map(load, fc_norms(spec))),
         qkv=fuse("weight", *qkv),
         qkv_bias=fuse("bias", *qkv) if spec.attention_bias else None,
+        query_norm=maybe(f"{layer}self_attn.q_norm.weight"),
+        key_norm=maybe(f"{layer}self_attn.k_norm.weight"),
         out=load(f"{layer}self_attn.o_proj.weight"),
+        out_bias=maybe(f"{layer}self_attn.o_proj.bias"),
         gate_up=fuse("weight", "mlp.gate_proj", "mlp.up_proj"),
         down=load(f"{layer}mlp.down_proj.weight"),
         post_attention_layernorm=load(f"{layer}post_attention_layernorm.weight"),
-        input_layernorm=load(f"{layer}input_layernorm.weight") if eagle3 else None,
-        hidden_norm=load(f"{layer}hidden_norm.weight") if eagle3 else None,
-        norm=load("norm.weight") if eagle3 else None,
-        lm_head=load("lm_head.weight") if eagle3 else None,
+        input_layernorm=maybe(f"{layer}input_layernorm.weight"),
+        hidden_norm=maybe(f"{layer}hidden_norm.weight"),
+        norm=maybe("norm.weight"),
+        lm_head=maybe("lm_head.weight") if spec.kind == "eagle3" else None,
         # Some exports hold an embedding that was never trained, so the target's is taken wherever it fits.
-        embed=load("embed_tokens.weight") if spec.hidden_size != spec.target_hidden_size else None,
+        embed=load("embed_tokens.weight") if spec.owns_embedding else None,
         target_ids=None if target_ids is None else target_ids.to(device),
     )
 

@@ -185,7 +185,7 @@ class Engine:
     def _forward(
         self, tokens: Sequence[int], hidden: torch.Tensor, blocks: Sequence[BlockRows]
     ) -> torch.Tensor:
-        step = plan_rows(blocks, self.allocator.page_size, self.head.device)
+        step = plan_rows(blocks, self.allocator.page_size, self.head.device, self.head.spec.sliding_window)
         return self.head.forward(tokens, hidden, step, self._cache)
 
     def _target_ids(self, draft_ids: list[int]) -> list[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from draft_service.checkpoint import HeadWeights, read_borrowed, read_head
-from draft_service.head_spec import TargetShape
+from draft_service.checkpoint import NO_OVERRIDES, HeadWeights, read_borrowed, read_head
+from draft_service.head_spec import Overrides, TargetShape
 from eyas_kernels.attention import StepRows
 from eyas_kernels.checkpoint import CheckpointError
 from eyas_kernels.kv_cache import PagedKVCache
@@ -29,23 +29,24 @@ class Head:
         target: TargetShape,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        rope_theta: float | None = None,
+        overrides: Overrides = NO_OVERRIDES,
     ) -> None:
         """Loads a head and what it borrows from its target. Raises CheckpointError."""
-        loaded = read_head(folder, target, rope_theta, dtype=dtype, device=device)
+        loaded = read_head(folder, target, overrides, dtype=dtype, device=device)
         self.spec, weights = loaded.spec, loaded.weights
         self.dtype, self.device = dtype, torch.device(device)
         self._embed, lm_head = _own_or_borrowed(weights, target_folder, dtype, device)
         self._lm_head = pack(lm_head)
         self._fc, self._fc_bias = pack(weights.fc), weights.fc_bias
+        self._fc_norms = weights.fc_norms
         self._embed_norm, self._hidden_norm = weights.input_layernorm, weights.hidden_norm
         self._attention = AttentionWeights(
             qkv=pack(weights.qkv),
             qkv_bias=weights.qkv_bias,
             out=pack(weights.out),
-            out_bias=None,
-            query_norm=None,
-            key_norm=None,
+            out_bias=weights.out_bias,
+            query_norm=weights.query_norm,
+            key_norm=weights.key_norm,
             num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
@@ -77,6 +78,9 @@ class Head:
         """features [rows, feature_size] of the target -> the hidden states [rows, hidden] that `forward` takes. Its
         own outputs take the features' place in later steps as they are."""
         features = features.to(device=self.device, dtype=self.dtype)
+        if self._fc_norms:
+            parts = zip(features.chunk(len(self._fc_norms), dim=-1), self._fc_norms, strict=True)
+            features = torch.cat([rms_norm(part, norm, self.spec.rms_norm_eps) for part, norm in parts], dim=-1)
         return linear(features, self._fc, self._fc_bias) if self.spec.taps else features
 
     def forward(
@@ -93,14 +97,16 @@ class Head:
             x = residual = linear(torch.cat((embedded, hidden), dim=-1), self._fc, self._fc_bias)
         rotation = self._rope.rotation(step.positions, self.dtype)
         x = residual + attention(x, self._attention, rotation, cache.layer(0), step)
-        return x + mlp(rms_norm(x, self._mlp_norm, eps), self._mlp)
+        x = x + mlp(rms_norm(x, self._mlp_norm, eps), self._mlp)
+        return self._normed(x) if self.spec.norm_output else x
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """outputs [rows, hidden] -> float32 [rows, draft_vocab]."""
-        normed = (
-            outputs if self._final_norm is None else rms_norm(outputs, self._final_norm, self.spec.rms_norm_eps)
-        )
+        normed = outputs if self.spec.norm_output else self._normed(outputs)
         return linear(normed, self._lm_head).float()
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._final_norm is None else rms_norm(x, self._final_norm, self.spec.rms_norm_eps)
 
 
 def _own_or_borrowed(

@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draft_service.head_config import is_speculators, read_config
 from eyas_kernels.checkpoint import Checkpoint, CheckpointError, Config
 
 HeadKind = Literal["eagle1", "eagle3"]
@@ -15,21 +16,7 @@ DEFAULT_ROPE_THETA = 10000.0
 # Length that the reference training code cuts samples to.
 DEFAULT_TRAINED_LENGTH = 2048
 
-# Tensors (by prefix) of variants with another forward pass.
-FOREIGN_TENSORS = {
-    "mask_hidden": "parallel drafting (P-EAGLE)",
-    "fusion_fc.": "the old speculators layout",
-    "input_norm.": "norm_before_fc",
-    "fc_norm.": "fc_norm (EAGLE 3.1)",
-}
-# Flags, and the value of each that asks for another forward pass.
-FOREIGN_FLAGS = {
-    "norm_before_fc": True,
-    "fc_norm": True,
-    "norm_output": True,
-    "parallel_drafting": True,
-    "use_aux_hidden_state": False,
-}
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -39,6 +26,18 @@ class TargetShape:
     hidden_size: int
     num_layers: int
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the user knows better than config.json; None leaves it to the file.
+
+    `rope_scaling` is as in config.json, empty for plain rotary embeddings; `taps` counts blocks applied.
+    """
+
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    taps: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,39 +61,52 @@ class HeadSpec:
     draft_vocab_size: int
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    attention_bias: bool
+    attention_bias: bool  # on queries, keys and values
+    attention_norm: bool  # on each head's query and key, as in Qwen3
+    sliding_window: int | None
     max_position_embeddings: int
     taps: tuple[int, ...]
-    norm_before_residual: bool
+    norm_before_fc: bool  # one norm over all taps side by side
+    fc_norm: bool  # a norm for each tap (EAGLE 3.1)
+    norm_before_residual: bool  # the residual stream begins with the normed hidden state
+    norm_output: bool  # the next step is given the output behind the last norm (EAGLE 3.1)
+    owns_embedding: bool
 
     @property
     def feature_size(self) -> int:
         """Width of a feature h_i."""
         return self.target_hidden_size * max(len(self.taps), 1)
 
+    @property
+    def borrows_lm_head(self) -> bool:
+        """Whether the target's lm_head fits, so that the head needs none of its own."""
+        return self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size
+
 
 def layer_prefix(names: Set[str]) -> str:
-    """Where the decoder layer's tensors are: "midlayer." in published EAGLE-3 heads, else "layers.0."."""
+    """Where the decoder layer's tensors are: "midlayer." in raw EAGLE-3 heads, else "layers.0."."""
     return "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
 
 
-def read_spec(checkpoint: Checkpoint, target: TargetShape, rope_theta: float | None) -> HeadSpec:
-    """Reads config.json; `rope_theta` overrides what it says.
+def read_spec(checkpoint: Checkpoint, target: TargetShape, overrides: Overrides) -> HeadSpec:
+    """Reads config.json.
 
     Raises CheckpointError, naming file and field, for a variant that is unsupported or does not fit the target.
     """
     names = checkpoint.names().keys()
-    config = _unwrapped(checkpoint.config)
-    _refuse_foreign(checkpoint, config)
+    config = read_config(checkpoint)
     kind = _kind(checkpoint)
+    eagle3 = kind == "eagle3"
     hidden_size = config.integer("hidden_size")
+    target_hidden_size = _target_hidden_size(config, kind, target)
     num_heads, num_kv_heads, head_dim = config.heads(hidden_size)
-    theta, scaling = config.rope(DEFAULT_ROPE_THETA)
+    theta, scaling = _rope(config, overrides)
     vocab_size = _fitting(config, "vocab_size", target.vocab_size)
+    layer = layer_prefix(names)
     return HeadSpec(
         kind=kind,
         hidden_size=hidden_size,
-        target_hidden_size=_target_hidden_size(config, kind, target),
+        target_hidden_size=target_hidden_size,
         intermediate_size=config.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -102,36 +114,35 @@ def read_spec(checkpoint: Checkpoint, target: TargetShape, rope_theta: float | N
         rms_norm_eps=config.number("rms_norm_eps"),
         vocab_size=vocab_size,
         draft_vocab_size=_draft_vocab_size(config, kind, vocab_size),
-        rope_theta=theta if rope_theta is None else rope_theta,
+        rope_theta=theta,
         rope_scaling=scaling,
-        attention_bias=any(name.endswith(".self_attn.q_proj.bias") for name in names),
+        attention_bias=f"{layer}self_attn.q_proj.bias" in names,
+        attention_norm=f"{layer}self_attn.q_norm.weight" in names,
+        # Configs copied from a Mistral carry a window that the reference code knows nothing of.
+        sliding_window=config.integer("sliding_window") if config.flag("use_sliding_window", False) else None,
         max_position_embeddings=config.integer("max_position_embeddings", DEFAULT_TRAINED_LENGTH),
-        taps=_taps(config, target.num_layers) if kind == "eagle3" else (),
-        norm_before_residual=kind == "eagle3" and config.flag("norm_before_residual", False),
+        taps=_taps(config, target.num_layers, overrides) if eagle3 else (),
+        **_norms(config, names) if eagle3 else NO_NORMS,
+        owns_embedding=hidden_size != target_hidden_size or config.flag("embed_requires_grad", False),
     )
 
 
-def _unwrapped(config: Config) -> Config:
-    """vLLM's EAGLEConfig keeps the head's own config under `model`."""
-    inner = config.section("model").values
-    return Config({**config.values, **inner}, config.file)
+NO_NORMS = dict.fromkeys(("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"), False)
 
 
-def _refuse_foreign(checkpoint: Checkpoint, config: Config) -> None:
-    for prefix, variant in FOREIGN_TENSORS.items():
-        found = next((name for name in checkpoint.names() if name.startswith(prefix)), None)
-        if found is not None:
-            file = checkpoint.folder / checkpoint.file_of(found)
-            raise CheckpointError(f"{file}: {found} belongs to {variant}, which is not supported")
-    for key in ("speculators_config", "speculators_model_type"):
-        if config.has(key):
-            raise config.error(key, "belongs to the speculators format, which is not supported")
-    for place in (config, config.section("eagle_config")):
-        for key, foreign in FOREIGN_FLAGS.items():
-            if place.flag(key, not foreign) == foreign:
-                raise place.error(key, f"is {str(foreign).lower()}, which is not supported")
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.error("hidden_act", f"is {config.text('hidden_act')!r}, but only 'silu' is supported")
+def _norms(config: Config, names: Set[str]) -> dict[str, bool]:
+    """Which norms an EAGLE-3 head has beside the usual ones. Where config.json says nothing of a norm with weights
+    of its own, the tensors say it."""
+    norms = {
+        "norm_before_fc": config.flag("norm_before_fc", "input_norm.weight" in names),
+        "fc_norm": config.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
+        # vLLM, for which the speculators format was made, takes it as said where the format leaves it out.
+        "norm_before_residual": config.flag("norm_before_residual", is_speculators(config)),
+        "norm_output": config.flag("norm_output", False),
+    }
+    if norms["norm_before_fc"] and norms["fc_norm"]:
+        raise config.error("fc_norm", "and norm_before_fc exclude each other, but both are there")
+    return norms
 
 
 def _kind(checkpoint: Checkpoint) -> HeadKind:
@@ -169,19 +180,27 @@ def _draft_vocab_size(config: Config, kind: HeadKind, vocab_size: int) -> int:
     return size
 
 
-def _taps(config: Config, num_layers: int) -> tuple[int, ...]:
+def _rope(config: Config, overrides: Overrides) -> tuple[float, dict[str, Any] | None]:
+    theta, scaling = config.rope(DEFAULT_ROPE_THETA)
+    if overrides.rope_scaling is not None:
+        scaling = overrides.rope_scaling or None
+    return theta if overrides.rope_theta is None else overrides.rope_theta, scaling
+
+
+def _taps(config: Config, num_layers: int, overrides: Overrides) -> tuple[int, ...]:
     """Blocks applied before each hidden state that fc reads.
 
-    Configs number the layers in two ways: by the layer whose output is read, starting with 1; or by the layer
-    in front of which it is read, which is the number of blocks applied, starting with 2.
+    Raw configs number the layers in two ways: by the layer whose output is read, starting with 1; or by the layer
+    in front of which it is read, which is the number of blocks applied, starting with 2. The speculators format
+    knows the second way only.
     """
-    key = "eagle_aux_hidden_state_layer_ids"
-    place = config if config.has(key) else config.section("eagle_config")
-    if not place.has(key):
+    if overrides.taps is not None:
+        ids = list(overrides.taps)
+    elif not config.has(AUX_LAYERS):
         ids = [2, num_layers // 2, num_layers - 3]
     else:
-        ids = place.integers(key)
-        ids = [i + 1 for i in ids] if ids[0] == 1 else ids
+        ids = config.integers(AUX_LAYERS)
+        ids = [i + 1 for i in ids] if ids[0] == 1 and not is_speculators(config) else ids
     if not all(1 <= tap <= num_layers for tap in ids):
-        raise place.error(key, f"means the taps {ids}, but the target has {num_layers} layers")
+        raise config.error(AUX_LAYERS, f"means the taps {ids}, but the target has {num_layers} layers")
     return tuple(ids)

@@ -13,7 +13,7 @@ import grpc
 import torch
 
 from draft_service.head import Head
-from draft_service.head_spec import TargetShape
+from draft_service.head_spec import Overrides, TargetShape
 from eyas.channel import open_channel, wait_until_serving
 from eyas.config import DraftConfig
 from eyas.errors import EyasError, describe
@@ -64,8 +64,9 @@ class TargetLink:
                 " say where this host has the target's checkpoint"
             )
         shape = TargetShape(info.hidden_size, info.num_layers, info.vocab_size)
+        overrides = Overrides(config.rope_theta, config.rope_scaling_fields, config.tap_numbers)
         with torch.inference_mode():
-            return Head(config.head, folder, shape, dtype, pick_device(config.device), config.rope_theta)
+            return Head(config.head, folder, shape, dtype, pick_device(config.device), overrides)
 
     @asynccontextmanager
     async def subscribe(self, head: Head) -> AsyncIterator[tuple[target_pb2.FeatureSubscribed, Any]]:

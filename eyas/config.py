@@ -6,6 +6,7 @@ The text beside each field is its help on the command line.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,14 @@ def check_address(field: str, address: str) -> None:
         raise ConfigError(f"{field}: the socket path in {address!r} must be absolute")
     elif len(bytes(path)) > MAX_SOCKET_PATH:
         raise ConfigError(f"{field}: the socket path {path} is longer than {MAX_SOCKET_PATH} bytes")
+
+
+def _json(text: str) -> Any:
+    """The value written in JSON, None for anything else."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +173,12 @@ class DraftConfig(ModelConfig):
     rope_theta: Annotated[
         float | None, "Base of the rotary embedding, where the head's config.json is wrong."
     ] = None
+    rope_scaling: Annotated[
+        str | None, "Scaling of the rotary embedding, as JSON like config.json's; {} for none. Same use."
+    ] = None
+    taps: Annotated[
+        str | None, "Target blocks applied before each hidden state that the head reads: 2,15,27. Same use."
+    ] = None
     wait_seconds: Annotated[float, "How long to wait for the target to come up."] = 120.0
 
     def __post_init__(self) -> None:
@@ -176,6 +191,20 @@ class DraftConfig(ModelConfig):
         self._positive("wait_seconds")
         if self.rope_theta is not None:
             self._positive("rope_theta")
+        if not isinstance(_json(self.rope_scaling or "{}"), dict):
+            raise ConfigError(f"rope_scaling: must be a JSON object, not {self.rope_scaling!r}")
+        if self.taps is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.taps):
+            raise ConfigError(f"taps: must be numbers from 1 up with commas between them, not {self.taps!r}")
+
+    @property
+    def rope_scaling_fields(self) -> dict[str, Any] | None:
+        """`rope_scaling` as a dictionary."""
+        return None if self.rope_scaling is None else dict(_json(self.rope_scaling))
+
+    @property
+    def tap_numbers(self) -> tuple[int, ...] | None:
+        """`taps` as numbers."""
+        return None if self.taps is None else tuple(map(int, self.taps.split(",")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,11 +57,12 @@ class Config:
     def __init__(self, values: dict[str, Any], file: Path, section: str = "") -> None:
         self.values = values
         self.file = file
-        self._prefix = f"{section}." if section else ""
+        self._path = f"{section}." if section else ""
+        self._lifted: dict[str, str] = {}  # path of the section that a key was lifted from
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """The error to raise for a key: "FILE: KEY PROBLEM"."""
-        return CheckpointError(f"{self.file}: {self._prefix}{key} {problem}")
+        return CheckpointError(f"{self.file}: {self._full(key)} {problem}")
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
@@ -108,7 +109,16 @@ class Config:
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"is {value!r}, but a JSON object is needed")
-        return Config(value, self.file, f"{self._prefix}{key}")
+        return Config(value, self.file, self._full(key))
+
+    def lift(self, key: str) -> "Config":
+        """The same object with those keys of the section `key` beside its own that it lacks. Errors name where a key
+        stands in the file. Raises CheckpointError as `section` does."""
+        inner = {name: value for name, value in self.section(key).values.items() if not self.has(name)}
+        lifted = Config({**self.values, **inner}, self.file)
+        lifted._path = self._path
+        lifted._lifted = {**self._lifted, **dict.fromkeys(inner, f"{self._full(key)}.")}
+        return lifted
 
     def heads(self, hidden_size: int) -> tuple[int, int, int]:
         """Number of query heads, number of key heads, and width of a head. Raises CheckpointError, also where
@@ -143,6 +153,9 @@ class Config:
             return theta, None
         rest = {key: value for key, value in scaling.values.items() if key not in ("type", "rope_theta")}
         return theta, {**rest, "rope_type": kind}
+
+    def _full(self, key: str) -> str:
+        return self._lifted.get(key, self._path) + key
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,11 +189,25 @@ async def test_the_targets_draw_is_the_drafts_when_they_think_alike(folder: Path
         assert agreed >= 15
 
 
-@pytest.mark.parametrize("config", [{"rope_theta": 77.0}, {"page_size": 5}, {"page_size": 1, "num_pages": 100}])
+LINEAR = {"rope_type": "linear", "factor": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        ({"rope_theta": 77.0}, {"rope_theta": 77.0}),
+        ({"rope_scaling": json.dumps(LINEAR)}, {"rope_scaling": LINEAR}),
+        ({"taps": "4,1,6"}, {"eagle_aux_hidden_state_layer_ids": [4, 1, 6]}),
+        ({"page_size": 5}, {}),
+        ({"page_size": 1, "num_pages": 100}, {}),
+    ],
+)
 async def test_what_the_configuration_changes(
-    folder: Path, head: Path, tmp_path: Path, target: RunningTarget, config: dict[str, Any]
+    folder: Path, tmp_path: Path, target: RunningTarget, config: dict[str, Any], meant: dict[str, Any]
 ) -> None:
-    slow = ReferenceHead(head, folder, config.get("rope_theta"))
+    """As if the head's config.json said it."""
+    head = make_head(tmp_path / "head", "eagle3", folder)
+    slow = ReferenceHead(make_head(tmp_path / "meant", "eagle3", folder, config=meant), folder)
     async with (
         running_draft(head, tmp_path, target.address, **config) as draft,
         streams(target, draft) as rounds,

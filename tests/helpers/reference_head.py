@@ -24,7 +24,7 @@ class ReferenceHead:
     """A head read from its published files, with the target's embedding (and, for EAGLE-1, its lm_head)."""
 
     def __init__(self, folder: Path, target_folder: Path, rope_theta: float | None = None) -> None:
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.config = _flat_config(folder)
         target_config = json.loads((target_folder / "config.json").read_text())
         target = _read_tensors(target_folder)
         self._weights = {
@@ -34,10 +34,11 @@ class ReferenceHead:
         self.taps = _taps(self.config, target_config["num_hidden_layers"]) if self.is_eagle3 else None
         same_width = self.config["hidden_size"] == target_config["hidden_size"]
         target_embed = target["model.embed_tokens.weight"]
-        self._embed = target_embed if same_width else self._weights["embed_tokens.weight"]
+        borrows_embed = same_width and not self.config.get("embed_requires_grad")
+        self._embed = target_embed if borrows_embed else self._weights["embed_tokens.weight"]
         tied = target_config.get("tie_word_embeddings", False)
         target_head = target_embed if tied or not same_width else target["lm_head.weight"]
-        self._lm_head = self._weights["lm_head.weight"] if self.is_eagle3 else target_head
+        self._lm_head = self._weights.get("lm_head.weight", target_head) if self.is_eagle3 else target_head
         ids = torch.arange(len(self._lm_head))
         self.target_ids = ids + self._weights["d2t"].long() if "d2t" in self._weights else ids
         self._num_heads = self.config["num_attention_heads"]
@@ -64,7 +65,8 @@ class ReferenceHead:
         while len(drafts) < k:
             output = self._layer(known + drafts, hidden, first_row=len(hidden) - 1)
             drafts.append(int(self.target_ids[self._logits(output)[0].argmax()]))
-            hidden = torch.cat((hidden, output))
+            next_hidden = self._norm("norm", output) if self.config.get("norm_output") else output
+            hidden = torch.cat((hidden, next_hidden))
         return drafts
 
     def acceptance_run(
@@ -99,7 +101,15 @@ class ReferenceHead:
 
     def _fuse(self, features: Tensor) -> Tensor:
         """The hidden half of a slot: fc's output for EAGLE-3, the feature itself for EAGLE-1."""
-        return self._linear("fc", features.float()) if self.is_eagle3 else features.float()
+        features = features.float()
+        if not self.is_eagle3:
+            return features
+        if "input_norm.weight" in self._weights:
+            features = self._norm("input_norm", features)
+        if "fc_norm.0.weight" in self._weights:
+            taps = enumerate(features.chunk(len(self.taps or ()), -1))
+            features = torch.cat([self._norm(f"fc_norm.{i}", tap) for i, tap in taps], -1)
+        return self._linear("fc", features)
 
     def _layer(self, tokens: Sequence[int], hidden: Tensor, first_row: int) -> Tensor:
         """Outputs of the rows from `first_row` on; keys and values are those of all rows."""
@@ -120,8 +130,10 @@ class ReferenceHead:
         q = self._heads("layers.0.self_attn.q_proj", x[first_row:], positions[first_row:])
         k = self._heads("layers.0.self_attn.k_proj", x, positions).repeat_interleave(group, 0)
         v = self._heads("layers.0.self_attn.v_proj", x, None).repeat_interleave(group, 0)
-        future = positions[None, :] > positions[first_row:, None]
-        scores = (q @ k.transpose(1, 2) / self._head_dim**0.5).masked_fill(future, -torch.inf)
+        distance = positions[first_row:, None] - positions[None, :]
+        window = self.config["sliding_window"] if self.config.get("use_sliding_window") else len(x)
+        unseen = (distance < 0) | (distance >= window)
+        scores = (q @ k.transpose(1, 2) / self._head_dim**0.5).masked_fill(unseen, -torch.inf)
         mixed = scores.softmax(-1) @ v
         return self._linear("layers.0.self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
 
@@ -130,6 +142,8 @@ class ReferenceHead:
         heads: Tensor = self._linear(name, x).unflatten(-1, (-1, self._head_dim)).transpose(0, 1)
         if positions is None:
             return heads
+        if (norm := name.replace("_proj", "_norm")) + ".weight" in self._weights:
+            heads = self._norm(norm, heads)
         cos, sin = self._rotary(heads, positions[None])
         first, second = heads.chunk(2, -1)
         rotated: Tensor = heads * cos + torch.cat((-second, first), -1) * sin
@@ -171,15 +185,15 @@ def target_features(folder: Path, ids: Sequence[int], taps: Sequence[int] | None
     """Features of every token from one teacher-forced pass, float32 [len(ids), width].
 
     With `taps` (blocks applied) their hidden states side by side; with None the one behind the final norm.
-    Raises ValueError for a tap behind the last block: transformers shows that state only normed.
     """
     model = target_model(folder)
-    if taps is not None and max(taps) >= model.config.num_hidden_layers:
-        raise ValueError(
-            f"taps {list(taps)}: the state behind the last block is not to be had without the norm"
-        )
+    before_norm: list[Tensor] = []  # transformers shows the state behind the last block only normed
+    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     states = model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states
-    return states[-1][0] if taps is None else torch.cat([states[tap][0] for tap in taps], -1)
+    hook.remove()
+    if taps is None:
+        return states[-1][0]
+    return torch.cat([(*states[:-1], *before_norm)[tap][0] for tap in taps], -1)
 
 
 def _matching(drafts: Sequence[int], text: Sequence[int]) -> int:
@@ -199,10 +213,21 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
+def _flat_config(folder: Path) -> dict[str, Any]:
+    """config.json with everything at the top."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    for section in ("model", "transformer_layer_config", "eagle_config"):
+        config = (config.get(section) or {}) | {
+            key: value for key, value in config.items() if value is not None
+        }
+    config.setdefault("norm_before_residual", "speculators_config" in config)
+    return config
+
+
 def _taps(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = config.get(key) or config.get("eagle_config", {}).get(key) or (2, num_layers // 2, num_layers - 3)
-    return tuple(i + 1 for i in ids) if ids[0] == 1 else tuple(ids)
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+    behind = ids[0] == 1 and "speculators_config" not in config
+    return tuple(i + 1 for i in ids) if behind else tuple(ids)
 
 
 def _rotary(config: dict[str, Any], head_dim: int, theta: float | None) -> LlamaRotaryEmbedding:

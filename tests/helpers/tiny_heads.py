@@ -34,6 +34,9 @@ class HeadLayout:
     aux_ids: tuple[int, ...] | None = (2, 3, 5)
     fc_bias: bool = False
     attention_bias: bool = False
+    attention_norm: bool = False
+    input_norm: bool = False
+    fc_norm: bool = False
     embed: bool = False
     layer_name: str | None = None
 
@@ -82,6 +85,12 @@ def head_tensors(layout: HeadLayout, seed: int = 1) -> dict[str, Tensor]:
         tensors["fc.bias"] = vector(hidden, 0)
     if layout.attention_bias:
         tensors |= {f"{layer}.self_attn.{name}.bias": vector(size, 0) for name, size in projections.items()}
+    if layout.attention_norm:
+        tensors |= {f"{layer}.self_attn.{x}_norm.weight": vector(layout.head_dim, 1) for x in "qk"}
+    if layout.input_norm:
+        tensors["input_norm.weight"] = vector(num_taps * layout.target_hidden, 1)
+    if layout.fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": vector(layout.target_hidden, 1) for i in range(num_taps)}
     if layout.embed:
         tensors["embed_tokens.weight"] = matrix(layout.vocab, hidden)
     if eagle3:

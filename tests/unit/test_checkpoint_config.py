@@ -53,6 +53,18 @@ def test_fields_and_their_defaults() -> None:
     assert not values.has("null")
 
 
+def test_a_lifted_section_fills_in_what_is_missing() -> None:
+    values = config(own=1, null=None, inner={"own": 2, "null": 3, "low": 4, "deep": {"n": 5, "own": 6}})
+    lifted = values.lift("inner").lift("deep").lift("absent")
+    assert [lifted.integer(key) for key in ("own", "null", "low", "n")] == [1, 3, 4, 5]
+    with pytest.raises(CheckpointError, match=r"config.json: inner\.deep\.n is 5, but a string"):
+        lifted.text("n")
+    with pytest.raises(CheckpointError, match=r"config.json: inner\.low is 4"):
+        lifted.text("low")
+    with pytest.raises(CheckpointError, match=r"config.json: own is 1"):
+        lifted.text("own")
+
+
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 

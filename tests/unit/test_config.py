@@ -25,6 +25,7 @@ GOOD = [
     (TargetConfig, {"listen": "unix:/run/eyas/target.sock", "device": "cuda:1", "dtype": "float32"}),
     (TargetConfig, {"listen": "[::1]:0", "metrics_listen": "127.0.0.1:9090"}),
     (DraftConfig, {"rope_theta": 5e5, "target": "target:50051"}),
+    (DraftConfig, {"rope_scaling": '{"rope_type": "linear", "factor": 2}', "taps": "2,15,27"}),
     (GatewayConfig, {"draft": "unix:/draft", "num_draft_tokens": 0, "max_queue": 0, "trace_share": 0.25}),
     (GatewayConfig, {"otlp_endpoint": "http://collector:4317", "grpc_listen": "0.0.0.0:9000"}),
 ]
@@ -50,6 +51,10 @@ BAD = [
     (DraftConfig, "target", ""),
     (DraftConfig, "max_draft_tokens", 0),
     (DraftConfig, "rope_theta", 0.0),
+    (DraftConfig, "rope_scaling", "[8]"),
+    (DraftConfig, "rope_scaling", "linear"),
+    (DraftConfig, "taps", "2, 3"),
+    (DraftConfig, "taps", "0,3"),
     (DraftConfig, "wait_seconds", float("inf")),
     (GatewayConfig, "host", ""),
     (GatewayConfig, "port", -1),

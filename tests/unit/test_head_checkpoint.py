@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_service.checkpoint import HeadCheckpoint, read_borrowed, read_head
-from draft_service.head_spec import TargetShape
+from draft_service.head_spec import Overrides, TargetShape
 from eyas_kernels.checkpoint import CheckpointError
 from tests.helpers.tiny_heads import head_layout, head_tensors, vocabulary_map
 from tests.helpers.tiny_models import make_head, make_target, write_checkpoint
@@ -51,8 +51,17 @@ def test_eagle1_is_read_from_every_file_layout(tmp_path: Path, target: Path, lay
     assert torch.equal(
         head.weights.post_attention_layernorm, tensors["layers.0.post_attention_layernorm.weight"]
     )
-    absent = ("fc_bias", "qkv_bias", "input_layernorm", "hidden_norm", "norm", "lm_head", "embed", "target_ids")
-    assert all(getattr(head.weights, name) is None for name in absent)
+    absent = (
+        "fc_bias",
+        "qkv_bias",
+        "out_bias",
+        "query_norm",
+        "key_norm",
+        "input_layernorm",
+        "hidden_norm",
+        "norm",
+    )
+    assert all(getattr(head.weights, name) is None for name in (*absent, "lm_head", "embed", "target_ids"))
 
 
 @pytest.mark.parametrize("layer_name", ["midlayer", "layers.0"])
@@ -83,7 +92,7 @@ def test_eagle3_is_read_under_both_names(
 def test_weights_come_in_the_dtype_asked_for(tmp_path: Path, target: Path, kind: Any) -> None:
     folder = make_head(tmp_path, kind, target, attention_bias=True, fc_bias=True, dtype=torch.float16)
     weights = read_head(folder, TARGET, dtype=torch.bfloat16).weights
-    assert {value.dtype for value in vars(weights).values() if value is not None} == {torch.bfloat16}
+    assert {value.dtype for value in vars(weights).values() if isinstance(value, Tensor)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("says", [True, False, None])
@@ -139,6 +148,25 @@ def test_an_embedding_as_wide_as_the_targets_is_left_aside(
         head = read_head(make_head(tmp_path, kind, target, embed=True), TARGET)
     assert head.weights.embed is None
     assert "embed_tokens.weight is left aside" in caplog.text
+
+
+def test_a_full_vocabulary_may_borrow_the_lm_head(tmp_path: Path, target: Path) -> None:
+    folder = make_head(tmp_path, "eagle3", target, edit=lambda _, tensors: tensors.pop("lm_head.weight"))
+    assert read_head(folder, TARGET).weights.lm_head is None
+
+
+def test_a_trained_embedding_is_the_heads_own(tmp_path: Path, target: Path) -> None:
+    head = read_head(
+        make_head(tmp_path, "eagle3", target, embed=True, config={"embed_requires_grad": True}), TARGET
+    )
+    assert head.weights.embed is not None
+
+
+def test_norms_are_known_by_their_tensors(tmp_path: Path, target: Path) -> None:
+    one = read_head(make_head(tmp_path / "one", "eagle3", target, input_norm=True), TARGET)
+    assert [norm.shape for norm in one.weights.fc_norms] == [(192,)]
+    three = read_head(make_head(tmp_path / "three", "eagle3", target, fc_norm=True), TARGET)
+    assert [norm.shape for norm in three.weights.fc_norms] == [(64,)] * 3
 
 
 def test_a_narrower_head_owns_its_embedding(tmp_path: Path, target: Path) -> None:
@@ -209,7 +237,26 @@ def test_rope_is_the_heads_own(
     folder = make_head(tmp_path, "eagle3", target, config=config)
     spec = read_head(folder, TARGET).spec
     assert (spec.rope_theta, spec.rope_scaling) == (theta, scaling)
-    assert read_head(folder, TARGET, rope_theta=123.0).spec.rope_theta == 123.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (Overrides(rope_theta=123.0), (123.0, LLAMA3, (2, 3, 5))),
+        (Overrides(rope_scaling={}), (5e5, None, (2, 3, 5))),
+        (
+            Overrides(rope_scaling={"rope_type": "linear", "factor": 2}),
+            (5e5, {"rope_type": "linear", "factor": 2}, (2, 3, 5)),
+        ),
+        (Overrides(taps=(1, 3, 6)), (5e5, LLAMA3, (1, 3, 6))),
+    ],
+)
+def test_what_the_user_knows_better_counts(
+    tmp_path: Path, target: Path, overrides: Overrides, expected: tuple[Any, ...]
+) -> None:
+    config = {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
+    spec = read_head(make_head(tmp_path, "eagle3", target, config=config), TARGET, overrides).spec
+    assert (spec.rope_theta, spec.rope_scaling, spec.taps) == expected
 
 
 def test_num_hidden_layers_is_passed_over(tmp_path: Path, target: Path) -> None:

@@ -67,21 +67,34 @@ def refusal(folder: Path, shape: TargetShape = TARGET) -> str:
         ("eagle1", {"rms_norm_eps": -1}, "rms_norm_eps is -1, but a positive number is needed"),
         ("eagle1", {"rope_theta": "1e4"}, "rope_theta is '1e4', but a positive number is needed"),
         ("eagle1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu' is supported"),
-        ("eagle3", {"norm_before_fc": True}, "norm_before_fc is true, which is not supported"),
-        ("eagle3", {"fc_norm": True}, "fc_norm is true, which is not supported"),
-        ("eagle3", {"norm_output": True}, "norm_output is true, which is not supported"),
+        ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc exclude each other"),
         ("eagle3", {"parallel_drafting": True}, "parallel_drafting is true, which is not supported"),
         (
             "eagle3",
             {"eagle_config": {"use_aux_hidden_state": False}},
             "eagle_config.use_aux_hidden_state is false, which is not supported",
         ),
-        ("eagle3", {"speculators_config": {}}, "speculators_config belongs to the speculators format"),
         (
             "eagle3",
-            {"speculators_model_type": "eagle3"},
-            "speculators_model_type belongs to ",
+            {"speculators_model_type": "peagle"},
+            "speculators_model_type is 'peagle', but only 'eagle3'",
         ),
+        (
+            "eagle3",
+            {"transformer_layer_config": 1},
+            "transformer_layer_config is 1, but a JSON object is needed",
+        ),
+        (
+            "eagle3",
+            {"hidden_size": None, "transformer_layer_config": {"hidden_size": 32}},
+            r"transformer_layer_config\.hidden_size is 32, but the target's is 64",
+        ),
+        (
+            "eagle3",
+            {"eagle_config": None, "model": {"eagle_config": {AUX: [0]}}},
+            rf"model\.eagle_config\.{AUX} means the taps \[0\]",
+        ),
+        ("eagle3", {"use_sliding_window": True}, "sliding_window is missing"),
         ("eagle3", {AUX: [2, 3, 7]}, f"{AUX} means the taps \\[2, 3, 7\\], but the target has 6 layers"),
         ("eagle3", {AUX: [1, 3, 6]}, f"{AUX} means the taps \\[2, 4, 7\\], but the target has 6 layers"),
         ("eagle3", {AUX: [0, 3, 5]}, f"{AUX} means the taps \\[0, 3, 5\\]"),
@@ -110,8 +123,6 @@ def test_default_taps_need_enough_layers(tmp_path: Path, target: Path) -> None:
     [
         ("mask_hidden", "P-EAGLE"),
         ("fusion_fc.weight", "the old speculators layout"),
-        ("input_norm.weight", "norm_before_fc"),
-        ("fc_norm.0.weight", "fc_norm"),
     ],
 )
 def test_a_variant_is_known_by_its_tensors(tmp_path: Path, target: Path, name: str, variant: str) -> None:
@@ -121,6 +132,48 @@ def test_a_variant_is_known_by_its_tensors(tmp_path: Path, target: Path, name: s
     message = refusal(folder)
     assert message.startswith(f"{folder / 'model.safetensors'}: {name} belongs to ")
     assert variant in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "layout", "parts"),
+    [
+        ({"norm_before_fc": True}, {}, ["input_norm.weight [192] is missing"]),
+        (
+            {"norm_before_fc": False},
+            {"input_norm": True},
+            ["input_norm.weight in model.safetensors is unknown"],
+        ),
+        ({"fc_norm": True}, {}, [f"fc_norm.{i}.weight [64] is missing" for i in range(3)]),
+        (
+            {"fc_norm": False},
+            {"fc_norm": True},
+            [f"fc_norm.{i}.weight in model.safetensors is unknown" for i in (0, 1)],
+        ),
+    ],
+)
+def test_flags_and_tensors_that_contradict_each_other(
+    tmp_path: Path, target: Path, flag: dict[str, Any], layout: dict[str, Any], parts: list[str]
+) -> None:
+    message = refusal(make_head(tmp_path, "eagle3", target, config=flag, **layout))
+    assert all(part in message for part in parts)
+
+
+@pytest.mark.parametrize("layout", [{"draft_vocab": 64}, {"hidden": 32, "embed": True}])
+def test_the_targets_lm_head_fits_only_a_head_of_its_shape(
+    tmp_path: Path, target: Path, layout: dict[str, Any]
+) -> None:
+    folder = make_head(
+        tmp_path, "eagle3", target, edit=lambda _, tensors: tensors.pop("lm_head.weight"), **layout
+    )
+    assert "lm_head.weight" in refusal(folder)
+
+
+def test_query_and_key_norms_come_together(tmp_path: Path, target: Path) -> None:
+    def drop(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        del tensors["midlayer.self_attn.k_norm.weight"]
+
+    folder = make_head(tmp_path, "eagle3", target, edit=drop, attention_norm=True)
+    assert "midlayer.self_attn.k_norm.weight [16] is missing" in refusal(folder)
 
 
 def test_a_folder_that_holds_no_head(tmp_path: Path, target: Path) -> None:
@@ -137,7 +190,7 @@ def test_one_error_lists_every_tensor_that_is_wrong(tmp_path: Path, target: Path
         del tensors["norm.weight"], tensors["midlayer.hidden_norm.weight"]
         tensors["midlayer.self_attn.k_proj.weight"] = torch.zeros(16, 128)
         tensors["midlayer.mlp.up_proj.weight"] = torch.zeros(128, 64, dtype=torch.int8)
-        tensors["midlayer.self_attn.q_norm.weight"] = torch.zeros(16)
+        tensors["midlayer.self_attn.rotary.weight"] = torch.zeros(16)
         tensors["layers.1.input_layernorm.weight"] = torch.zeros(64)
 
     message = refusal(make_head(tmp_path, "eagle3", target, edit=spoil))
@@ -147,7 +200,7 @@ def test_one_error_lists_every_tensor_that_is_wrong(tmp_path: Path, target: Path
         "midlayer.hidden_norm.weight [64] is missing",
         "midlayer.self_attn.k_proj.weight in model.safetensors is [16, 128], but [32, 128] is needed",
         "midlayer.mlp.up_proj.weight in model.safetensors has dtype torch.int8",
-        "midlayer.self_attn.q_norm.weight in model.safetensors is unknown",
+        "midlayer.self_attn.rotary.weight in model.safetensors is unknown",
         "layers.1.input_layernorm.weight in model.safetensors is unknown",
     ):
         assert part in message

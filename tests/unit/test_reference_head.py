@@ -299,6 +299,9 @@ def test_the_final_feature_is_what_lm_head_reads(target: Path) -> None:
     assert greedy_tokens(target, ids, 1) == [int(model.lm_head(features)[-1].argmax())]
 
 
-def test_a_tap_behind_the_last_block_is_refused(target: Path) -> None:
-    with pytest.raises(ValueError, match="behind the last block"):
-        target_features(target, [1, 2], (2, 4, 7))
+@torch.no_grad()
+def test_a_tap_behind_the_last_block_is_what_the_final_norm_reads(target: Path) -> None:
+    ids, model = [4, 8, 15, 16, 23, 42], target_model(target)
+    features = target_features(target, ids, (7,))
+    torch.testing.assert_close(model.model.norm(features), target_features(target, ids, None))
+    assert not torch.allclose(features, target_features(target, ids, None))
