@@ -143,6 +143,8 @@ class Engine:
             raise invalid_argument(
                 f"{field_name}.tokens", f"holds an id beyond the vocabulary of {self.head.spec.vocab_size}"
             )
+        if extend.to_target and not extend.then_committed:
+            raise invalid_argument(f"{field_name}.to_target", "needs then_committed")
         if extend.slot > sequence.num_slots:
             raise invalid_argument(f"{field_name}.slot", f"leaves a gap behind slot {sequence.num_slots}")
         if extend.num_draft_tokens > self.max_draft_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import Any
@@ -206,6 +206,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._hold_features(held, request)
         features = await self._take_features(held, request)
         proposals = await timer.run(self._compute, lambda: engine.propose(lease, request, features))
+        if any(extend.to_target for extend in request.extends):
+            await self._link.hand_in(_for_target(request, proposals))
         self._metrics.observe_proposals(proposals, timer.seconds)
         return draft_pb2.ProposeResponse(
             round=request.round,
@@ -250,6 +252,22 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         for extend, part in zip(request.extends, taken, strict=True):
             extend.tokens.extend(part.committed if part else ())
         return [part and part.rows for part in taken]
+
+
+def _for_target(
+    request: draft_pb2.ProposeRequest, proposals: Sequence[draft_pb2.Proposal]
+) -> target_pb2.DraftProposals:
+    """The proposals that the target waits for: also the empty ones of extends that failed."""
+    message = target_pb2.DraftProposals()
+    for extend, proposal in zip(request.extends, proposals, strict=True):
+        if extend.to_target:
+            message.proposals.add(
+                sequence_id=extend.sequence_id,
+                epoch=extend.epoch,
+                after_round=extend.feature_round,
+                draft_tokens=proposal.draft_tokens,
+            )
+    return message
 
 
 def _identity(target: target_pb2.GetTargetInfoResponse) -> tuple[object, ...]:

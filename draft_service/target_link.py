@@ -36,6 +36,8 @@ class TargetLink:
         self._config = config
         self._channel = open_channel(config.target)
         self._stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)
+        self._stream: Any = None  # of features, while subscribed
+        self._writing = asyncio.Lock()
 
     async def wait(self, seconds: float) -> target_pb2.GetTargetInfoResponse:
         """The target's description, once it serves. Raises EyasError when it does not within `seconds`."""
@@ -86,9 +88,18 @@ class TargetLink:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # read() says why
                 await stream.write(target_pb2.FeaturesRequest(subscribe=request))
             response = await read(stream)
+            self._stream = stream
             yield response.subscribed, stream
         finally:
+            self._stream = None
             stream.cancel()
+
+    async def hand_in(self, proposals: target_pb2.DraftProposals) -> None:
+        """Proposals on the short way. A target that is gone needs none."""
+        async with self._writing:
+            if self._stream is not None:
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # reading says why
+                    await self._stream.write(target_pb2.FeaturesRequest(proposals=proposals))
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,8 @@ from target_service.model import Decoder, Hidden
 
 @dataclass
 class TargetSequence:
-    """One open sequence. `num_tokens` tokens have KV; `pages` cover them."""
+    """One open sequence. `num_tokens` tokens have KV; `pages` cover them. The last three are for a block that runs
+    ahead: the round of the last block that ran, how many tokens it keeps, and the token drawn last behind them."""
 
     sequence_id: int
     epoch: int
@@ -27,6 +28,9 @@ class TargetSequence:
     subscription_id: int
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    last_round: int = 0
+    num_kept: int = 0
+    next_token: int | None = None
 
 
 @dataclass
@@ -38,19 +42,27 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Run:
-    """A block that can run: its place in the request, and its sequence."""
+    """A block that can run: its place in the request, and its sequence. `block` begins at a `start` and has its
+    tokens, also where the request's runs ahead."""
 
     index: int
     sequence: TargetSequence
     block: target_pb2.Block
 
+    @property
+    def end(self) -> int:
+        """Position behind the block."""
+        return self.block.start + len(self.block.tokens)
+
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """`results` in the request's order; `batches` are the features by subscription id."""
+    """`results` in the request's order; `batches` are the features by subscription id; `num_rows` went through the
+    model."""
 
     results: list[target_pb2.BlockResult]
     batches: dict[int, list[target_pb2.FeatureBatch]]
+    num_rows: int
 
 
 class Engine:
@@ -66,20 +78,23 @@ class Engine:
         self.subscriptions = subscriptions
 
     @torch.inference_mode()
-    def step(self, lease: Lease, request: target_pb2.StepRequest) -> StepOutcome:
-        """One step: closes, opens, then all blocks in one pass. Raises StatusError for a broken contract."""
+    def step(
+        self, lease: Lease, request: target_pb2.StepRequest, proposed: Mapping[int, Sequence[int]] | None = None
+    ) -> StepOutcome:
+        """One step: closes, opens, then all blocks in one pass. `proposed` has, by sequence id, the drafts of the
+        blocks that run ahead. Raises StatusError for a broken contract."""
         for close in request.closes:
             self._close(lease, close.sequence_id)
         for index, opening in enumerate(request.opens):
             self._open(lease, opening, f"opens[{index}]")
-        results, runs = self._plan(lease, request)
+        results, runs = self._plan(lease, request, proposed or {})
         hidden = self._forward(runs) if runs else None
         if hidden is not None:
             self._score(hidden, runs, results)
         batches = self._features(request.round, lease, hidden, runs, results)
         for run in runs:
-            run.sequence.num_tokens = run.block.start + len(run.block.tokens)
-        return StepOutcome(results, batches)
+            _advance(run, request.round, results[run.index].sampled_tokens)
+        return StepOutcome(results, batches, sum(len(run.block.tokens) for run in runs))
 
     def release(self, lease: Lease) -> None:
         """Frees every sequence of a stream that has ended."""
@@ -102,32 +117,61 @@ class Engine:
             self.allocator.release(sequence.pages)
 
     def _plan(
-        self, lease: Lease, request: target_pb2.StepRequest
+        self, lease: Lease, request: target_pb2.StepRequest, proposed: Mapping[int, Sequence[int]]
     ) -> tuple[list[target_pb2.BlockResult], list[_Run]]:
         """A result for every block, and the blocks that can run, short ones first (they are attended together)."""
-        if sum(len(block.tokens) for block in request.blocks) > self.max_rows:
+        if sum(len(block.tokens) or 1 + block.num_draft_tokens for block in request.blocks) > self.max_rows:
             raise invalid_argument("blocks", f"hold more than {self.max_rows} tokens")
         if len({block.sequence_id for block in request.blocks}) < len(request.blocks):
             raise invalid_argument("blocks", "name a sequence twice")
         results, runs = [], []
         for index, block in enumerate(request.blocks):
+            _check_base(block, f"blocks[{index}]")
             sequence = lease.sequences.get(block.sequence_id)
-            status = self._admit(sequence, block, f"blocks[{index}]")
-            results.append(
-                target_pb2.BlockResult(sequence_id=block.sequence_id, epoch=block.epoch, status=status)
-            )
-            if sequence is not None and status == target_pb2.BLOCK_STATUS_OK:
-                runs.append(_Run(index, sequence, block))
+            result = target_pb2.BlockResult(sequence_id=block.sequence_id, epoch=block.epoch)
+            results.append(result)
+            if sequence is None:
+                result.status = target_pb2.BLOCK_STATUS_UNKNOWN_SEQUENCE
+            elif sequence.epoch != block.epoch:
+                result.status = target_pb2.BLOCK_STATUS_STALE_EPOCH
+            elif block.WhichOneof("base") == "after_round" and sequence.last_round != block.after_round:
+                result.status = target_pb2.BLOCK_STATUS_SKIPPED
+            else:
+                block = self._resolve(sequence, block, proposed, result, f"blocks[{index}]")
+                result.status = self._admit(sequence, block, f"blocks[{index}]")
+                if result.status == target_pb2.BLOCK_STATUS_OK:
+                    runs.append(_Run(index, sequence, block))
         runs.sort(key=lambda run: len(run.block.tokens))
         return results, runs
 
+    def _resolve(
+        self,
+        sequence: TargetSequence,
+        block: target_pb2.Block,
+        proposed: Mapping[int, Sequence[int]],
+        result: target_pb2.BlockResult,
+        field_name: str,
+    ) -> target_pb2.Block:
+        """The block with its start and its tokens; where it takes the draft's, they are noted in the result. An id
+        beyond the vocabulary ends the drafts."""
+        if block.WhichOneof("base") != "after_round":
+            return block
+        resolved = target_pb2.Block(start=sequence.num_kept, tokens=block.tokens, num_scored=block.num_scored)
+        if block.tokens:
+            return resolved
+        if sequence.next_token is None:
+            raise invalid_argument(f"{field_name}.tokens", "is empty, and the round before has drawn no token")
+        for token in proposed.get(block.sequence_id, ())[: block.num_draft_tokens]:
+            if token >= self.model.spec.vocab_size:
+                break
+            result.verified_tokens.append(token)
+        resolved.tokens.extend((sequence.next_token, *result.verified_tokens))
+        resolved.num_scored = len(resolved.tokens)
+        return resolved
+
     def _admit(
-        self, sequence: TargetSequence | None, block: target_pb2.Block, field_name: str
+        self, sequence: TargetSequence, block: target_pb2.Block, field_name: str
     ) -> target_pb2.BlockStatus:
-        if sequence is None:
-            return target_pb2.BLOCK_STATUS_UNKNOWN_SEQUENCE
-        if sequence.epoch != block.epoch:
-            return target_pb2.BLOCK_STATUS_STALE_EPOCH
         self._check_block(sequence, block, field_name)
         try:
             self.allocator.extend(sequence.pages, block.start + len(block.tokens))
@@ -137,8 +181,6 @@ class Engine:
 
     def _check_block(self, sequence: TargetSequence, block: target_pb2.Block, field_name: str) -> None:
         spec = self.model.spec
-        if block.WhichOneof("base") != "start":
-            raise invalid_argument(f"{field_name}.base", "must be `start`: this target does not run ahead")
         if not block.tokens:
             raise invalid_argument(f"{field_name}.tokens", "is empty")
         if max(block.tokens) >= spec.vocab_size:
@@ -172,14 +214,16 @@ class Engine:
             num_scored = run.block.num_scored
             rows += range(end - num_scored, end)
             laws += [run.sequence.law] * num_scored
-            behind = run.block.start + len(run.block.tokens)
-            positions += range(behind - num_scored + 1, behind + 1)
+            positions += range(run.end - num_scored + 1, run.end + 1)
         if not rows:
             return
         final = hidden.final if len(rows) == end else hidden.final[torch.tensor(rows, device=self.model.device)]
         sampled = draw(self.model.logits(final), laws, positions)
         for run in runs:
-            results[run.index].sampled_tokens.extend(sampled[: run.block.num_scored])
+            result = results[run.index]
+            result.sampled_tokens.extend(sampled[: run.block.num_scored])
+            if result.verified_tokens:
+                result.num_accepted = count_accepted(result.verified_tokens, result.sampled_tokens)
             sampled = sampled[run.block.num_scored :]
 
     def _features(
@@ -199,7 +243,7 @@ class Engine:
             spans.setdefault(sequence.subscription_id, []).append(span)
             row += span.num_rows
         for result in results:
-            if result.status == target_pb2.BLOCK_STATUS_NO_PAGES:
+            if result.status in (target_pb2.BLOCK_STATUS_NO_PAGES, target_pb2.BLOCK_STATUS_SKIPPED):
                 sequence = lease.sequences[result.sequence_id]
                 span = RowSpan(sequence.sequence_id, sequence.epoch, sequence.num_tokens, 0, 0, not_run=True)
                 spans.setdefault(sequence.subscription_id, []).append(span)
@@ -216,6 +260,28 @@ class Engine:
         if hidden is not None and any(span.num_rows for span in spans):
             return gather_features(hidden, taps)
         return torch.empty(0, self.model.spec.hidden_size * (len(taps) or 1), dtype=self.model.dtype)
+
+
+def _check_base(block: target_pb2.Block, field_name: str) -> None:
+    """Raises StatusError where the base and the other fields contradict each other."""
+    base = block.WhichOneof("base")
+    if base is None:
+        raise invalid_argument(f"{field_name}.base", "is not set")
+    if block.num_draft_tokens and (base == "start" or block.tokens):
+        raise invalid_argument(
+            f"{field_name}.num_draft_tokens", "is for a block without tokens that runs ahead"
+        )
+    if base == "after_round" and block.num_scored and not block.tokens:
+        raise invalid_argument(f"{field_name}.num_scored", "must be 0 where the block has no tokens")
+
+
+def _advance(run: _Run, round_: int, sampled: Sequence[int]) -> None:
+    """Notes what the block has left, for the next one."""
+    sequence, committed = run.sequence, _committed(run.block, sampled)
+    sequence.num_tokens = run.end
+    sequence.last_round = round_
+    sequence.num_kept = run.end - max(0, len(sampled) - len(committed))
+    sequence.next_token = committed[-1] if committed else None
 
 
 def _committed(block: target_pb2.Block, sampled: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from eyas.errors import StatusError, failed_precondition, invalid_argument
 from eyas.transport import LAYOUT_VERSION, MAX_PAYLOAD_BYTES, encode_tensor
 from eyas.v1 import common_pb2, target_pb2
 from target_service.model import Hidden
+from target_service.proposals import ProposalInbox
 from target_service.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Subscription:
     taps: tuple[int, ...]
     unread_bytes: int = 0
     dropped_batches: int = 0
+    proposals: ProposalInbox = field(default_factory=ProposalInbox)
     _queue: asyncio.Queue[target_pb2.FeatureBatch] = field(default_factory=asyncio.Queue)
     _num_batches: int = 0
 
@@ -89,8 +91,9 @@ class Subscriptions:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Ends a stream; features for it are dropped from now on."""
+        """Ends a stream: features for it are dropped from now on, and nobody waits for its proposals."""
         self._open.pop(subscription.id, None)
+        subscription.proposals.close()
         log.info("draft %s is gone", subscription.head)
 
     def get(self, subscription_id: int) -> Subscription | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from eyas.observe import STEP_BUCKETS
-from eyas.v1 import target_pb2
 from target_service.engine import Engine
 
 
@@ -20,6 +19,11 @@ class Metrics:
         self._rows = Counter("eyas_target_rows", "Rows run through the model", registry=self.registry)
         self._pages = Gauge("eyas_target_kv_pages", "KV pages that sequences may use", registry=self.registry)
         self._used = Gauge("eyas_target_kv_pages_used", "KV pages held by sequences", registry=self.registry)
+        self._late = Counter(
+            "eyas_target_late_proposals",
+            "Steps that ran without a draft's proposal, which had not come in time",
+            registry=self.registry,
+        )
         self._dropped = Gauge(
             "eyas_target_feature_batches_dropped",
             "Feature batches that attached drafts did not read in time",
@@ -33,7 +37,11 @@ class Metrics:
         self._used.set_function(lambda: allocator.num_pages - allocator.num_free)
         self._dropped.set_function(lambda: subscriptions.num_dropped_batches)
 
-    def observe_step(self, request: target_pb2.StepRequest, seconds: float) -> None:
+    def proposals_late(self) -> None:
+        """Counts a step that waited for proposals in vain."""
+        self._late.inc()
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         """Counts one step."""
         self._step_seconds.observe(seconds)
-        self._rows.inc(sum(len(block.tokens) for block in request.blocks))
+        self._rows.inc(num_rows)

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -26,9 +26,10 @@ from eyas.transport import LAYOUT_VERSION, scalar_type_of
 from eyas.v1 import common_pb2, target_pb2, target_pb2_grpc
 from eyas_kernels.device import pages_that_fit, pick_device, set_up_compute_thread
 from target_service.engine import Engine, Lease
-from target_service.features import Subscriptions
+from target_service.features import Subscription, Subscriptions
 from target_service.metrics import Metrics
 from target_service.model import Decoder
+from target_service.proposals import Awaited
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +95,11 @@ def warm_up(engine: Engine) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Done:
-    """A step that has been computed, in `seconds`."""
+    """A step of `num_rows` rows that has been computed, in `seconds`."""
 
     request: target_pb2.StepRequest
     response: target_pb2.StepResponse
+    num_rows: int
     seconds: float
 
 
@@ -138,11 +140,12 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     async def Step(
         self, request_iterator: AsyncIterable[target_pb2.StepRequest], context: Any
     ) -> AsyncIterator[target_pb2.StepResponse]:
-        lease = Lease()
+        lease, in_order = Lease(), asyncio.Lock()
         held: set[int] = set()  # sequences of this stream that have a span
 
         async def submit(request: target_pb2.StepRequest) -> _Done:
-            return await self._step(lease, request)
+            async with in_order:
+                return await self._step(lease, request)
 
         try:
             async with aclosing(pipelined(request_iterator, submit)) as steps:
@@ -156,7 +159,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
 
     async def _step(self, lease: Lease, request: target_pb2.StepRequest) -> _Done:
         timer = Timer()
-        outcome = await timer.run(self._compute, lambda: self._engine.step(lease, request))
+        proposed = await self._take_proposals(lease, request)
+        outcome = await timer.run(self._compute, lambda: self._engine.step(lease, request, proposed))
         # First of all the features: the draft waits for them.
         for subscription_id, batches in outcome.batches.items():
             if (subscription := self._subscriptions.get(subscription_id)) is not None:
@@ -167,7 +171,26 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             free_pages=self._engine.allocator.num_free,
             timing=timer.timing(),
         )
-        return _Done(request, response, timer.seconds)
+        return _Done(request, response, outcome.num_rows, timer.seconds)
+
+    async def _take_proposals(self, lease: Lease, request: target_pb2.StepRequest) -> dict[int, Sequence[int]]:
+        """Waits for the drafts of the blocks that run ahead, by sequence id; those of a draft that is gone, or too
+        late, are not in it."""
+        awaited: dict[int, list[Awaited]] = {}
+        for block in request.blocks:
+            sequence = lease.sequences.get(block.sequence_id)
+            # Behind a block that did not run there is nothing to wait for.
+            if block.num_draft_tokens and sequence is not None and sequence.last_round == block.after_round:
+                awaited.setdefault(sequence.subscription_id, []).append(
+                    Awaited(block.sequence_id, block.epoch, block.after_round)
+                )
+        proposed: dict[int, Sequence[int]] = {}
+        for subscription_id, each in awaited.items():
+            if (subscription := self._subscriptions.get(subscription_id)) is not None:
+                if not await subscription.proposals.wait(each, request.draft_wait_ms / 1000):
+                    self._metrics.proposals_late()
+                proposed |= subscription.proposals.take(each)
+        return proposed
 
     def _note(self, done: _Done, held: set[int]) -> None:
         """Counts a step, and traces what it opened and closed."""
@@ -175,7 +198,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         self._spans.update(done.request.opens, closed)
         held.difference_update(closed)
         held.update(opening.sequence_id for opening in done.request.opens)
-        self._metrics.observe_step(done.request, done.seconds)
+        self._metrics.observe_step(done.num_rows, done.seconds)
 
     async def Features(
         self, request_iterator: AsyncIterable[target_pb2.FeaturesRequest], context: Any
@@ -194,10 +217,23 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
                     scalar_type=scalar_type_of(self._engine.model.dtype),
                 )
             )
-            async for batch in subscription.batches():
-                yield target_pb2.FeaturesResponse(batch=batch)
+            reading = asyncio.ensure_future(_read_proposals(subscription, request_iterator))
+            try:
+                async for batch in subscription.batches():
+                    yield target_pb2.FeaturesResponse(batch=batch)
+            finally:
+                reading.cancel()
         finally:
             self._subscriptions.unsubscribe(subscription)
+
+
+async def _read_proposals(
+    subscription: Subscription, requests: AsyncIterable[target_pb2.FeaturesRequest]
+) -> None:
+    """Until the draft ends its side of the stream."""
+    async for request in requests:
+        if request.WhichOneof("kind") == "proposals":
+            subscription.proposals.add(request.proposals)
 
 
 def describe(engine: Engine, config: TargetConfig) -> target_pb2.GetTargetInfoResponse:

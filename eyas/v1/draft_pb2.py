@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from eyas.v1 import common_pb2 as eyas_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x65yas/v1/draft.proto\x12\x07\x65yas.v1\x1a\x14\x65yas/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\xa1\x02\n\x14GetDraftInfoResponse\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.eyas.v1.FeatureSource\x12\x18\n\x10\x64raft_vocab_size\x18\x04 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x17\n\x0fsubscription_id\x18\x06 \x01(\x06\x12,\n\ttransport\x18\x07 \x01(\x0e\x32\x19.eyas.v1.FeatureTransport\x12\x14\n\x0ctarget_model\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\"\x89\x01\n\x0eProposeRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12 \n\x07\x65xtends\x18\x02 \x03(\x0b\x32\x0f.eyas.v1.Extend\x12!\n\x05opens\x18\x03 \x03(\x0b\x32\x12.eyas.v1.OpenSlots\x12#\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x13.eyas.v1.CloseSlots\"o\n\tOpenSlots\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x08sampling\x18\x03 \x01(\x0b\x32\x17.eyas.v1.SamplingParams\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"!\n\nCloseSlots\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\"\xb4\x01\n\x06\x45xtend\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x04slot\x18\x03 \x01(\rH\x00\x12\x15\n\x0b\x61\x66ter_round\x18\x04 \x01(\x04H\x00\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x15\n\rfeature_round\x18\x06 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\r\x12\x16\n\x0ethen_committed\x18\x08 \x01(\x08\x42\x06\n\x04\x62\x61se\"\x82\x01\n\x0fProposeResponse\x12\r\n\x05round\x18\x01 \x01(\x04\x12$\n\tproposals\x18\x02 \x03(\x0b\x32\x11.eyas.v1.Proposal\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12&\n\x06timing\x18\x04 \x01(\x0b\x32\x16.eyas.v1.ServiceTiming\"\x8d\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\'\n\x06status\x18\x03 \x01(\x0e\x32\x17.eyas.v1.ProposalStatus\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\x12\x13\n\x06\x62uffer\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_buffer*\xcf\x01\n\x0eProposalStatus\x12\x1f\n\x1bPROPOSAL_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12PROPOSAL_STATUS_OK\x10\x01\x12\x1c\n\x18PROPOSAL_STATUS_NO_PAGES\x10\x02\x12$\n PROPOSAL_STATUS_UNKNOWN_SEQUENCE\x10\x03\x12\x1f\n\x1bPROPOSAL_STATUS_STALE_EPOCH\x10\x04\x12\x1f\n\x1bPROPOSAL_STATUS_NO_FEATURES\x10\x05\x32\x9d\x01\n\x0c\x44raftService\x12K\n\x0cGetDraftInfo\x12\x1c.eyas.v1.GetDraftInfoRequest\x1a\x1d.eyas.v1.GetDraftInfoResponse\x12@\n\x07Propose\x12\x17.eyas.v1.ProposeRequest\x1a\x18.eyas.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x65yas/v1/draft.proto\x12\x07\x65yas.v1\x1a\x14\x65yas/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\xa1\x02\n\x14GetDraftInfoResponse\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.eyas.v1.FeatureSource\x12\x18\n\x10\x64raft_vocab_size\x18\x04 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x17\n\x0fsubscription_id\x18\x06 \x01(\x06\x12,\n\ttransport\x18\x07 \x01(\x0e\x32\x19.eyas.v1.FeatureTransport\x12\x14\n\x0ctarget_model\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\"\x89\x01\n\x0eProposeRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12 \n\x07\x65xtends\x18\x02 \x03(\x0b\x32\x0f.eyas.v1.Extend\x12!\n\x05opens\x18\x03 \x03(\x0b\x32\x12.eyas.v1.OpenSlots\x12#\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x13.eyas.v1.CloseSlots\"o\n\tOpenSlots\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x08sampling\x18\x03 \x01(\x0b\x32\x17.eyas.v1.SamplingParams\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"!\n\nCloseSlots\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\"\xc7\x01\n\x06\x45xtend\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x04slot\x18\x03 \x01(\rH\x00\x12\x15\n\x0b\x61\x66ter_round\x18\x04 \x01(\x04H\x00\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x15\n\rfeature_round\x18\x06 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\r\x12\x16\n\x0ethen_committed\x18\x08 \x01(\x08\x12\x11\n\tto_target\x18\t \x01(\x08\x42\x06\n\x04\x62\x61se\"\x82\x01\n\x0fProposeResponse\x12\r\n\x05round\x18\x01 \x01(\x04\x12$\n\tproposals\x18\x02 \x03(\x0b\x32\x11.eyas.v1.Proposal\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12&\n\x06timing\x18\x04 \x01(\x0b\x32\x16.eyas.v1.ServiceTiming\"\x8d\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\'\n\x06status\x18\x03 \x01(\x0e\x32\x17.eyas.v1.ProposalStatus\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\x12\x13\n\x06\x62uffer\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_buffer*\xcf\x01\n\x0eProposalStatus\x12\x1f\n\x1bPROPOSAL_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12PROPOSAL_STATUS_OK\x10\x01\x12\x1c\n\x18PROPOSAL_STATUS_NO_PAGES\x10\x02\x12$\n PROPOSAL_STATUS_UNKNOWN_SEQUENCE\x10\x03\x12\x1f\n\x1bPROPOSAL_STATUS_STALE_EPOCH\x10\x04\x12\x1f\n\x1bPROPOSAL_STATUS_NO_FEATURES\x10\x05\x32\x9d\x01\n\x0c\x44raftService\x12K\n\x0cGetDraftInfo\x12\x1c.eyas.v1.GetDraftInfoRequest\x1a\x1d.eyas.v1.GetDraftInfoResponse\x12@\n\x07Propose\x12\x17.eyas.v1.ProposeRequest\x1a\x18.eyas.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'eyas.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROPOSALSTATUS']._serialized_start=1118
-  _globals['_PROPOSALSTATUS']._serialized_end=1325
+  _globals['_PROPOSALSTATUS']._serialized_start=1137
+  _globals['_PROPOSALSTATUS']._serialized_end=1344
   _globals['_GETDRAFTINFOREQUEST']._serialized_start=54
   _globals['_GETDRAFTINFOREQUEST']._serialized_end=75
   _globals['_GETDRAFTINFORESPONSE']._serialized_start=78
@@ -45,11 +45,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSESLOTS']._serialized_start=622
   _globals['_CLOSESLOTS']._serialized_end=655
   _globals['_EXTEND']._serialized_start=658
-  _globals['_EXTEND']._serialized_end=838
-  _globals['_PROPOSERESPONSE']._serialized_start=841
-  _globals['_PROPOSERESPONSE']._serialized_end=971
-  _globals['_PROPOSAL']._serialized_start=974
-  _globals['_PROPOSAL']._serialized_end=1115
-  _globals['_DRAFTSERVICE']._serialized_start=1328
-  _globals['_DRAFTSERVICE']._serialized_end=1485
+  _globals['_EXTEND']._serialized_end=857
+  _globals['_PROPOSERESPONSE']._serialized_start=860
+  _globals['_PROPOSERESPONSE']._serialized_end=990
+  _globals['_PROPOSAL']._serialized_start=993
+  _globals['_PROPOSAL']._serialized_end=1134
+  _globals['_DRAFTSERVICE']._serialized_start=1347
+  _globals['_DRAFTSERVICE']._serialized_end=1504
 # @@protoc_insertion_point(module_scope)

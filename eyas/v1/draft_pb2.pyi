@@ -84,7 +84,7 @@ class CloseSlots(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
 
 class Extend(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "slot", "after_round", "tokens", "feature_round", "num_draft_tokens", "then_committed")
+    __slots__ = ("sequence_id", "epoch", "slot", "after_round", "tokens", "feature_round", "num_draft_tokens", "then_committed", "to_target")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Extend(_message.Message):
     FEATURE_ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     THEN_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    TO_TARGET_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     slot: int
@@ -101,7 +102,8 @@ class Extend(_message.Message):
     feature_round: int
     num_draft_tokens: int
     then_committed: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., slot: _Optional[int] = ..., after_round: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., feature_round: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., then_committed: _Optional[bool] = ...) -> None: ...
+    to_target: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., slot: _Optional[int] = ..., after_round: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., feature_round: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., then_committed: _Optional[bool] = ..., to_target: _Optional[bool] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("round", "proposals", "free_pages", "timing")

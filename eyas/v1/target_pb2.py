@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from eyas.v1 import common_pb2 as eyas_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65yas/v1/target.proto\x12\x07\x65yas.v1\x1a\x14\x65yas/v1/common.proto\"\x16\n\x14GetTargetInfoRequest\"\xe5\x02\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12(\n\x0bscalar_type\x18\x07 \x01(\x0e\x32\x13.eyas.v1.ScalarType\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\x0c \x01(\t\x12\x17\n\x0f\x63heckpoint_path\x18\r \x01(\t\x12\x16\n\x0elayout_version\x18\x0e \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\"\x15\n\x13GetTokenizerRequest\"2\n\x14GetTokenizerResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x8a\x01\n\x0bStepRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x1e\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x0e.eyas.v1.Block\x12$\n\x05opens\x18\x03 \x03(\x0b\x32\x15.eyas.v1.OpenSequence\x12&\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x16.eyas.v1.CloseSequence\"\x8b\x01\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x08sampling\x18\x03 \x01(\x0b\x32\x17.eyas.v1.SamplingParams\x12\x17\n\x0fsubscription_id\x18\x04 \x01(\x06\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\"\x7f\n\x05\x42lock\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0f\n\x05start\x18\x03 \x01(\rH\x00\x12\x15\n\x0b\x61\x66ter_round\x18\x04 \x01(\x04H\x00\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x12\n\nnum_scored\x18\x06 \x01(\rB\x06\n\x04\x62\x61se\"\x80\x01\n\x0cStepResponse\x12\r\n\x05round\x18\x01 \x01(\x04\x12%\n\x07results\x18\x02 \x03(\x0b\x32\x14.eyas.v1.BlockResult\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12&\n\x06timing\x18\x04 \x01(\x0b\x32\x16.eyas.v1.ServiceTiming\"\xc0\x01\n\x0b\x42lockResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12$\n\x06status\x18\x03 \x01(\x0e\x32\x14.eyas.v1.BlockStatus\x12\x16\n\x0esampled_tokens\x18\x04 \x03(\r\x12\x17\n\x0fverified_tokens\x18\x05 \x03(\r\x12\x1f\n\x12\x61\x63\x63\x65pted_on_device\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_accepted_on_device\"m\n\x0f\x46\x65\x61turesRequest\x12.\n\tsubscribe\x18\x01 \x01(\x0b\x32\x19.eyas.v1.FeatureSubscribeH\x00\x12\"\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x13.eyas.v1.FeatureAckH\x00\x42\x06\n\x04kind\"\xcd\x01\n\x10\x46\x65\x61tureSubscribe\x12\x0c\n\x04head\x18\x01 \x01(\t\x12&\n\x06source\x18\x02 \x01(\x0b\x32\x16.eyas.v1.FeatureSource\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0elayout_version\x18\x05 \x01(\r\x12-\n\ntransports\x18\x06 \x03(\x0e\x32\x19.eyas.v1.FeatureTransport\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\t\"\x1b\n\nFeatureAck\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\"\x9f\x01\n\x10\x46\x65\x61turesResponse\x12\x30\n\nsubscribed\x18\x01 \x01(\x0b\x32\x1a.eyas.v1.FeatureSubscribedH\x00\x12&\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.eyas.v1.FeatureBatchH\x00\x12)\n\x08\x65nqueued\x18\x03 \x01(\x0b\x32\x15.eyas.v1.StepEnqueuedH\x00\x42\x06\n\x04kind\"\xc1\x01\n\x11\x46\x65\x61tureSubscribed\x12\x17\n\x0fsubscription_id\x18\x01 \x01(\x06\x12,\n\ttransport\x18\x02 \x01(\x0e\x32\x19.eyas.v1.FeatureTransport\x12\x15\n\rfeature_width\x18\x03 \x01(\r\x12(\n\x0bscalar_type\x18\x04 \x01(\x0e\x32\x13.eyas.v1.ScalarType\x12$\n\x05\x61rena\x18\x05 \x01(\x0b\x32\x15.eyas.v1.FeatureArena\"M\n\x0c\x46\x65\x61tureArena\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x15\n\rmemory_handle\x18\x02 \x01(\x0c\x12\x14\n\x0c\x65vent_handle\x18\x03 \x01(\x0c\"B\n\x0cStepEnqueued\x12\r\n\x05round\x18\x01 \x01(\x04\x12#\n\x05spans\x18\x02 \x03(\x0b\x32\x14.eyas.v1.FeatureSpan\"p\n\x0c\x46\x65\x61tureBatch\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x04\x12#\n\x05spans\x18\x03 \x03(\x0b\x32\x14.eyas.v1.FeatureSpan\x12\x1d\n\x04rows\x18\x04 \x01(\x0b\x32\x0f.eyas.v1.Tensor\"\x87\x01\n\x0b\x46\x65\x61tureSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0b\n\x03row\x18\x05 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x06 \x03(\r\x12\x0f\n\x07not_run\x18\x07 \x01(\x08*\x9c\x01\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x42LOCK_STATUS_OK\x10\x01\x12\x19\n\x15\x42LOCK_STATUS_NO_PAGES\x10\x02\x12!\n\x1d\x42LOCK_STATUS_UNKNOWN_SEQUENCE\x10\x03\x12\x1c\n\x18\x42LOCK_STATUS_STALE_EPOCH\x10\x04\x32\xac\x02\n\rTargetService\x12N\n\rGetTargetInfo\x12\x1d.eyas.v1.GetTargetInfoRequest\x1a\x1e.eyas.v1.GetTargetInfoResponse\x12M\n\x0cGetTokenizer\x12\x1c.eyas.v1.GetTokenizerRequest\x1a\x1d.eyas.v1.GetTokenizerResponse0\x01\x12\x37\n\x04Step\x12\x14.eyas.v1.StepRequest\x1a\x15.eyas.v1.StepResponse(\x01\x30\x01\x12\x43\n\x08\x46\x65\x61tures\x12\x18.eyas.v1.FeaturesRequest\x1a\x19.eyas.v1.FeaturesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65yas/v1/target.proto\x12\x07\x65yas.v1\x1a\x14\x65yas/v1/common.proto\"\x16\n\x14GetTargetInfoRequest\"\xe5\x02\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12(\n\x0bscalar_type\x18\x07 \x01(\x0e\x32\x13.eyas.v1.ScalarType\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\x0c \x01(\t\x12\x17\n\x0f\x63heckpoint_path\x18\r \x01(\t\x12\x16\n\x0elayout_version\x18\x0e \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\"\x15\n\x13GetTokenizerRequest\"2\n\x14GetTokenizerResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa1\x01\n\x0bStepRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x1e\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x0e.eyas.v1.Block\x12$\n\x05opens\x18\x03 \x03(\x0b\x32\x15.eyas.v1.OpenSequence\x12&\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x16.eyas.v1.CloseSequence\x12\x15\n\rdraft_wait_ms\x18\x05 \x01(\r\"\x8b\x01\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x08sampling\x18\x03 \x01(\x0b\x32\x17.eyas.v1.SamplingParams\x12\x17\n\x0fsubscription_id\x18\x04 \x01(\x06\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\"\x99\x01\n\x05\x42lock\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0f\n\x05start\x18\x03 \x01(\rH\x00\x12\x15\n\x0b\x61\x66ter_round\x18\x04 \x01(\x04H\x00\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x12\n\nnum_scored\x18\x06 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\rB\x06\n\x04\x62\x61se\"\x80\x01\n\x0cStepResponse\x12\r\n\x05round\x18\x01 \x01(\x04\x12%\n\x07results\x18\x02 \x03(\x0b\x32\x14.eyas.v1.BlockResult\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12&\n\x06timing\x18\x04 \x01(\x0b\x32\x16.eyas.v1.ServiceTiming\"\xb4\x01\n\x0b\x42lockResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12$\n\x06status\x18\x03 \x01(\x0e\x32\x14.eyas.v1.BlockStatus\x12\x16\n\x0esampled_tokens\x18\x04 \x03(\r\x12\x17\n\x0fverified_tokens\x18\x05 \x03(\r\x12\x19\n\x0cnum_accepted\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_accepted\"\x9b\x01\n\x0f\x46\x65\x61turesRequest\x12.\n\tsubscribe\x18\x01 \x01(\x0b\x32\x19.eyas.v1.FeatureSubscribeH\x00\x12\"\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x13.eyas.v1.FeatureAckH\x00\x12,\n\tproposals\x18\x03 \x01(\x0b\x32\x17.eyas.v1.DraftProposalsH\x00\x42\x06\n\x04kind\"\xcd\x01\n\x10\x46\x65\x61tureSubscribe\x12\x0c\n\x04head\x18\x01 \x01(\t\x12&\n\x06source\x18\x02 \x01(\x0b\x32\x16.eyas.v1.FeatureSource\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0elayout_version\x18\x05 \x01(\r\x12-\n\ntransports\x18\x06 \x03(\x0e\x32\x19.eyas.v1.FeatureTransport\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\t\"\x1b\n\nFeatureAck\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\";\n\x0e\x44raftProposals\x12)\n\tproposals\x18\x01 \x03(\x0b\x32\x16.eyas.v1.DraftProposal\"^\n\rDraftProposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x61\x66ter_round\x18\x03 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\"\x9f\x01\n\x10\x46\x65\x61turesResponse\x12\x30\n\nsubscribed\x18\x01 \x01(\x0b\x32\x1a.eyas.v1.FeatureSubscribedH\x00\x12&\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.eyas.v1.FeatureBatchH\x00\x12)\n\x08\x65nqueued\x18\x03 \x01(\x0b\x32\x15.eyas.v1.StepEnqueuedH\x00\x42\x06\n\x04kind\"\xc1\x01\n\x11\x46\x65\x61tureSubscribed\x12\x17\n\x0fsubscription_id\x18\x01 \x01(\x06\x12,\n\ttransport\x18\x02 \x01(\x0e\x32\x19.eyas.v1.FeatureTransport\x12\x15\n\rfeature_width\x18\x03 \x01(\r\x12(\n\x0bscalar_type\x18\x04 \x01(\x0e\x32\x13.eyas.v1.ScalarType\x12$\n\x05\x61rena\x18\x05 \x01(\x0b\x32\x15.eyas.v1.FeatureArena\"M\n\x0c\x46\x65\x61tureArena\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x15\n\rmemory_handle\x18\x02 \x01(\x0c\x12\x14\n\x0c\x65vent_handle\x18\x03 \x01(\x0c\"B\n\x0cStepEnqueued\x12\r\n\x05round\x18\x01 \x01(\x04\x12#\n\x05spans\x18\x02 \x03(\x0b\x32\x14.eyas.v1.FeatureSpan\"p\n\x0c\x46\x65\x61tureBatch\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x04\x12#\n\x05spans\x18\x03 \x03(\x0b\x32\x14.eyas.v1.FeatureSpan\x12\x1d\n\x04rows\x18\x04 \x01(\x0b\x32\x0f.eyas.v1.Tensor\"\x87\x01\n\x0b\x46\x65\x61tureSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0b\n\x03row\x18\x05 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x06 \x03(\r\x12\x0f\n\x07not_run\x18\x07 \x01(\x08*\xb6\x01\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x42LOCK_STATUS_OK\x10\x01\x12\x19\n\x15\x42LOCK_STATUS_NO_PAGES\x10\x02\x12!\n\x1d\x42LOCK_STATUS_UNKNOWN_SEQUENCE\x10\x03\x12\x1c\n\x18\x42LOCK_STATUS_STALE_EPOCH\x10\x04\x12\x18\n\x14\x42LOCK_STATUS_SKIPPED\x10\x05\x32\xac\x02\n\rTargetService\x12N\n\rGetTargetInfo\x12\x1d.eyas.v1.GetTargetInfoRequest\x1a\x1e.eyas.v1.GetTargetInfoResponse\x12M\n\x0cGetTokenizer\x12\x1c.eyas.v1.GetTokenizerRequest\x1a\x1d.eyas.v1.GetTokenizerResponse0\x01\x12\x37\n\x04Step\x12\x14.eyas.v1.StepRequest\x1a\x15.eyas.v1.StepResponse(\x01\x30\x01\x12\x43\n\x08\x46\x65\x61tures\x12\x18.eyas.v1.FeaturesRequest\x1a\x19.eyas.v1.FeaturesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'eyas.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATUS']._serialized_start=2396
-  _globals['_BLOCKSTATUS']._serialized_end=2552
+  _globals['_BLOCKSTATUS']._serialized_start=2638
+  _globals['_BLOCKSTATUS']._serialized_end=2820
   _globals['_GETTARGETINFOREQUEST']._serialized_start=55
   _globals['_GETTARGETINFOREQUEST']._serialized_end=77
   _globals['_GETTARGETINFORESPONSE']._serialized_start=80
@@ -43,35 +43,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTOKENIZERRESPONSE']._serialized_start=462
   _globals['_GETTOKENIZERRESPONSE']._serialized_end=512
   _globals['_STEPREQUEST']._serialized_start=515
-  _globals['_STEPREQUEST']._serialized_end=653
-  _globals['_OPENSEQUENCE']._serialized_start=656
-  _globals['_OPENSEQUENCE']._serialized_end=795
-  _globals['_CLOSESEQUENCE']._serialized_start=797
-  _globals['_CLOSESEQUENCE']._serialized_end=833
-  _globals['_BLOCK']._serialized_start=835
-  _globals['_BLOCK']._serialized_end=962
-  _globals['_STEPRESPONSE']._serialized_start=965
-  _globals['_STEPRESPONSE']._serialized_end=1093
-  _globals['_BLOCKRESULT']._serialized_start=1096
-  _globals['_BLOCKRESULT']._serialized_end=1288
-  _globals['_FEATURESREQUEST']._serialized_start=1290
-  _globals['_FEATURESREQUEST']._serialized_end=1399
-  _globals['_FEATURESUBSCRIBE']._serialized_start=1402
-  _globals['_FEATURESUBSCRIBE']._serialized_end=1607
-  _globals['_FEATUREACK']._serialized_start=1609
-  _globals['_FEATUREACK']._serialized_end=1636
-  _globals['_FEATURESRESPONSE']._serialized_start=1639
-  _globals['_FEATURESRESPONSE']._serialized_end=1798
-  _globals['_FEATURESUBSCRIBED']._serialized_start=1801
-  _globals['_FEATURESUBSCRIBED']._serialized_end=1994
-  _globals['_FEATUREARENA']._serialized_start=1996
-  _globals['_FEATUREARENA']._serialized_end=2073
-  _globals['_STEPENQUEUED']._serialized_start=2075
-  _globals['_STEPENQUEUED']._serialized_end=2141
-  _globals['_FEATUREBATCH']._serialized_start=2143
-  _globals['_FEATUREBATCH']._serialized_end=2255
-  _globals['_FEATURESPAN']._serialized_start=2258
-  _globals['_FEATURESPAN']._serialized_end=2393
-  _globals['_TARGETSERVICE']._serialized_start=2555
-  _globals['_TARGETSERVICE']._serialized_end=2855
+  _globals['_STEPREQUEST']._serialized_end=676
+  _globals['_OPENSEQUENCE']._serialized_start=679
+  _globals['_OPENSEQUENCE']._serialized_end=818
+  _globals['_CLOSESEQUENCE']._serialized_start=820
+  _globals['_CLOSESEQUENCE']._serialized_end=856
+  _globals['_BLOCK']._serialized_start=859
+  _globals['_BLOCK']._serialized_end=1012
+  _globals['_STEPRESPONSE']._serialized_start=1015
+  _globals['_STEPRESPONSE']._serialized_end=1143
+  _globals['_BLOCKRESULT']._serialized_start=1146
+  _globals['_BLOCKRESULT']._serialized_end=1326
+  _globals['_FEATURESREQUEST']._serialized_start=1329
+  _globals['_FEATURESREQUEST']._serialized_end=1484
+  _globals['_FEATURESUBSCRIBE']._serialized_start=1487
+  _globals['_FEATURESUBSCRIBE']._serialized_end=1692
+  _globals['_FEATUREACK']._serialized_start=1694
+  _globals['_FEATUREACK']._serialized_end=1721
+  _globals['_DRAFTPROPOSALS']._serialized_start=1723
+  _globals['_DRAFTPROPOSALS']._serialized_end=1782
+  _globals['_DRAFTPROPOSAL']._serialized_start=1784
+  _globals['_DRAFTPROPOSAL']._serialized_end=1878
+  _globals['_FEATURESRESPONSE']._serialized_start=1881
+  _globals['_FEATURESRESPONSE']._serialized_end=2040
+  _globals['_FEATURESUBSCRIBED']._serialized_start=2043
+  _globals['_FEATURESUBSCRIBED']._serialized_end=2236
+  _globals['_FEATUREARENA']._serialized_start=2238
+  _globals['_FEATUREARENA']._serialized_end=2315
+  _globals['_STEPENQUEUED']._serialized_start=2317
+  _globals['_STEPENQUEUED']._serialized_end=2383
+  _globals['_FEATUREBATCH']._serialized_start=2385
+  _globals['_FEATUREBATCH']._serialized_end=2497
+  _globals['_FEATURESPAN']._serialized_start=2500
+  _globals['_FEATURESPAN']._serialized_end=2635
+  _globals['_TARGETSERVICE']._serialized_start=2823
+  _globals['_TARGETSERVICE']._serialized_end=3123
 # @@protoc_insertion_point(module_scope)

@@ -15,11 +15,13 @@ class BlockStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BLOCK_STATUS_NO_PAGES: _ClassVar[BlockStatus]
     BLOCK_STATUS_UNKNOWN_SEQUENCE: _ClassVar[BlockStatus]
     BLOCK_STATUS_STALE_EPOCH: _ClassVar[BlockStatus]
+    BLOCK_STATUS_SKIPPED: _ClassVar[BlockStatus]
 BLOCK_STATUS_UNSPECIFIED: BlockStatus
 BLOCK_STATUS_OK: BlockStatus
 BLOCK_STATUS_NO_PAGES: BlockStatus
 BLOCK_STATUS_UNKNOWN_SEQUENCE: BlockStatus
 BLOCK_STATUS_STALE_EPOCH: BlockStatus
+BLOCK_STATUS_SKIPPED: BlockStatus
 
 class GetTargetInfoRequest(_message.Message):
     __slots__ = ()
@@ -72,16 +74,18 @@ class GetTokenizerResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("round", "blocks", "opens", "closes")
+    __slots__ = ("round", "blocks", "opens", "closes", "draft_wait_ms")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OPENS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     round: int
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     opens: _containers.RepeatedCompositeFieldContainer[OpenSequence]
     closes: _containers.RepeatedCompositeFieldContainer[CloseSequence]
-    def __init__(self, round: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., opens: _Optional[_Iterable[_Union[OpenSequence, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[CloseSequence, _Mapping]]] = ...) -> None: ...
+    draft_wait_ms: int
+    def __init__(self, round: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., opens: _Optional[_Iterable[_Union[OpenSequence, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[CloseSequence, _Mapping]]] = ..., draft_wait_ms: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
     __slots__ = ("sequence_id", "epoch", "sampling", "subscription_id", "traceparent")
@@ -104,20 +108,22 @@ class CloseSequence(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "start", "after_round", "tokens", "num_scored")
+    __slots__ = ("sequence_id", "epoch", "start", "after_round", "tokens", "num_scored", "num_draft_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     AFTER_ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     start: int
     after_round: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     num_scored: int
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., after_round: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_scored: _Optional[int] = ...) -> None: ...
+    num_draft_tokens: int
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., after_round: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_scored: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("round", "results", "free_pages", "timing")
@@ -132,28 +138,30 @@ class StepResponse(_message.Message):
     def __init__(self, round: _Optional[int] = ..., results: _Optional[_Iterable[_Union[BlockResult, _Mapping]]] = ..., free_pages: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.ServiceTiming, _Mapping]] = ...) -> None: ...
 
 class BlockResult(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "status", "sampled_tokens", "verified_tokens", "accepted_on_device")
+    __slots__ = ("sequence_id", "epoch", "status", "sampled_tokens", "verified_tokens", "num_accepted")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     status: BlockStatus
     sampled_tokens: _containers.RepeatedScalarFieldContainer[int]
     verified_tokens: _containers.RepeatedScalarFieldContainer[int]
-    accepted_on_device: int
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., status: _Optional[_Union[BlockStatus, str]] = ..., sampled_tokens: _Optional[_Iterable[int]] = ..., verified_tokens: _Optional[_Iterable[int]] = ..., accepted_on_device: _Optional[int] = ...) -> None: ...
+    num_accepted: int
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., status: _Optional[_Union[BlockStatus, str]] = ..., sampled_tokens: _Optional[_Iterable[int]] = ..., verified_tokens: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class FeaturesRequest(_message.Message):
-    __slots__ = ("subscribe", "ack")
+    __slots__ = ("subscribe", "ack", "proposals")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     subscribe: FeatureSubscribe
     ack: FeatureAck
-    def __init__(self, subscribe: _Optional[_Union[FeatureSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FeatureAck, _Mapping]] = ...) -> None: ...
+    proposals: DraftProposals
+    def __init__(self, subscribe: _Optional[_Union[FeatureSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FeatureAck, _Mapping]] = ..., proposals: _Optional[_Union[DraftProposals, _Mapping]] = ...) -> None: ...
 
 class FeatureSubscribe(_message.Message):
     __slots__ = ("head", "source", "hidden_size", "vocab_size", "layout_version", "transports", "device_uuid")
@@ -178,6 +186,24 @@ class FeatureAck(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     batch: int
     def __init__(self, batch: _Optional[int] = ...) -> None: ...
+
+class DraftProposals(_message.Message):
+    __slots__ = ("proposals",)
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    proposals: _containers.RepeatedCompositeFieldContainer[DraftProposal]
+    def __init__(self, proposals: _Optional[_Iterable[_Union[DraftProposal, _Mapping]]] = ...) -> None: ...
+
+class DraftProposal(_message.Message):
+    __slots__ = ("sequence_id", "epoch", "after_round", "draft_tokens")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AFTER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    epoch: int
+    after_round: int
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., after_round: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FeaturesResponse(_message.Message):
     __slots__ = ("subscribed", "batch", "enqueued")

@@ -85,8 +85,8 @@ class TargetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Features(self, request_iterator, context):
-        """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows with
-        the later ones, and receives the features of every sequence that names its subscription.
+        """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows and
+        hands in proposals with the later ones, and receives the features of every sequence that names its subscription.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,8 @@ class TargetServiceStub:
     the stream with INVALID_ARGUMENT and names the field.
     """
     Features: _grpc.StreamStreamMultiCallable[_target_pb2.FeaturesRequest, _target_pb2.FeaturesResponse]
-    """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows with
-    the later ones, and receives the features of every sequence that names its subscription.
+    """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows and
+    hands in proposals with the later ones, and receives the features of every sequence that names its subscription.
     """
 
 @_typing.type_check_only
@@ -64,8 +64,8 @@ class TargetServiceAsyncStub(TargetServiceStub):
     the stream with INVALID_ARGUMENT and names the field.
     """
     Features: _aio.StreamStreamMultiCallable[_target_pb2.FeaturesRequest, _target_pb2.FeaturesResponse]  # type: ignore[assignment]
-    """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows with
-    the later ones, and receives the features of every sequence that names its subscription.
+    """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows and
+    hands in proposals with the later ones, and receives the features of every sequence that names its subscription.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -104,8 +104,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_pb2.FeaturesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.FeaturesResponse], _abc.AsyncIterator[_target_pb2.FeaturesResponse]]:
-        """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows with
-        the later ones, and receives the features of every sequence that names its subscription.
+        """The feature stream of one draft service: it subscribes with the first message, acknowledges arena rows and
+        hands in proposals with the later ones, and receives the features of every sequence that names its subscription.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -106,7 +106,6 @@ VIOLATIONS = {
     "too many rows": (step(block(1, 0, [5] * 33), block(2, 0, [5] * 32)), "blocks"),
     "a sequence twice": (step(block(1, 11, [5]), block(1, 12, [5])), "blocks"),
     "more scored than sent": (step(block(1, 11, [5, 6], 3)), "blocks[0].num_scored"),
-    "run-ahead": (step(target_pb2.Block(sequence_id=1, after_round=1)), "blocks[0].base"),
     "no base": (step(target_pb2.Block(sequence_id=1, tokens=[5])), "blocks[0].base"),
     "opened again": (step(opens=[opening(1)]), "opens[0].sequence_id"),
     "opened twice": (step(opens=[opening(8), opening(8)]), "opens[1].sequence_id"),
