@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from draft_service.checkpoint import NO_OVERRIDES, HeadWeights, read_borrowed, read_head
-from draft_service.head_spec import Overrides, TargetShape
+from draft_service.head_spec import HeadSpec, Overrides, TargetShape
 from eyas_kernels.attention import StepRows
 from eyas_kernels.checkpoint import CheckpointError
 from eyas_kernels.kv_cache import PagedKVCache
 from eyas_kernels.layers import AttentionWeights, MLPWeights, attention, mlp
-from eyas_kernels.linear import linear, pack
+from eyas_kernels.linear import linear, pack, unpack
 from eyas_kernels.norm import rms_norm
-from eyas_kernels.rope import make_rope
+from eyas_kernels.rope import Rope, make_rope
 
 
 class Head:
@@ -58,11 +59,24 @@ class Head:
         self.target_ids = weights.target_ids
         """int64 [draft_vocab]: target id of every draft id; None where they are the same."""
         try:
-            self._rope = make_rope(
-                self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, self.device
-            )
+            self._rope = self._make_rope()
         except ValueError as error:
             raise CheckpointError(f"{folder / 'config.json'}: rope_scaling {error}") from error
+
+    def _make_rope(self) -> Rope:
+        return make_rope(self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, self.device)
+
+    def reread(self, spec: HeadSpec, target_ids: torch.Tensor | None = None, swap_fc: bool = False) -> Head:
+        """The same tensors taken to mean something else: another spec of the same shapes, other target ids, or fc
+        with the two halves of its input swapped. Raises ValueError for a rope scaling that is not implemented."""
+        head = copy.copy(self)
+        head.spec = spec
+        head._rope = head._make_rope()
+        if target_ids is not None:
+            head.target_ids = target_ids
+        if swap_fc:
+            head._fc = pack(torch.cat(unpack(self._fc).chunk(2, dim=1)[::-1], dim=1))
+        return head
 
     @property
     def bytes_per_slot(self) -> int:

@@ -187,6 +187,11 @@ def _rope(config: Config, overrides: Overrides) -> tuple[float, dict[str, Any] |
     return theta if overrides.rope_theta is None else overrides.rope_theta, scaling
 
 
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Taps of the reference code, which heads are trained on unless they say otherwise."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def _taps(config: Config, num_layers: int, overrides: Overrides) -> tuple[int, ...]:
     """Blocks applied before each hidden state that fc reads.
 
@@ -197,7 +202,7 @@ def _taps(config: Config, num_layers: int, overrides: Overrides) -> tuple[int, .
     if overrides.taps is not None:
         ids = list(overrides.taps)
     elif not config.has(AUX_LAYERS):
-        ids = [2, num_layers // 2, num_layers - 3]
+        ids = list(default_taps(num_layers))
     else:
         ids = config.integers(AUX_LAYERS)
         ids = [i + 1 for i in ids] if ids[0] == 1 and not is_speculators(config) else ids

@@ -34,11 +34,22 @@ class Metrics:
             "eyas_draft_feature_transport", "1 for the transport in use", ["transport"], registry=self.registry
         )
 
+        self._self_test = Gauge(
+            "eyas_draft_self_test_agreement",
+            "Share of first drafts that were the target's choice in the self-test; NaN before it, or without one",
+            registry=self.registry,
+        )
+        self._self_test.set(float("nan"))
+
     def watch(self, engine: Engine) -> None:
         """Reads the gauges off the engine whenever they are scraped."""
         allocator = engine.allocator
         self._pages.set(allocator.num_pages)
         self._used.set_function(lambda: allocator.num_pages - allocator.num_free)
+
+    def self_tested(self, agreement: float) -> None:
+        """Notes how the self-test came out."""
+        self._self_test.set(agreement)
 
     def observe_proposals(self, proposals: list[draft_pb2.Proposal], seconds: float) -> None:
         """Counts one message."""

@@ -15,6 +15,7 @@ import torch
 
 from draft_service.engine import Engine, Lease
 from draft_service.features import FeatureStore, Need
+from draft_service.head_check import HeadCheck
 from draft_service.metrics import Metrics
 from draft_service.target_link import TargetLink, TargetLost, feature_source, read
 from eyas.compute import Timer
@@ -64,6 +65,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._metrics = metrics
         self._spans = spans
         self._link = TargetLink(config)
+        self._check = HeadCheck(config, self._link, compute, metrics)
         self._features = FeatureStore()
         self._engine: Engine | None = None
         self._info: draft_pb2.GetDraftInfoResponse | None = None  # None while detached
@@ -80,6 +82,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._metrics.watch(self._engine)
         while True:
             try:
+                await self._check.run(self._engine.head, target)
                 await self._attach(self._engine, target, set_serving)
             except TargetLost as lost:
                 log.warning("the target at %s went away: %s", self._config.target, lost)
@@ -107,7 +110,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, engine: Engine, target: target_pb2.GetTargetInfoResponse, set_serving: SetServing
     ) -> None:
         """Reads features until the stream ends. Raises TargetLost then."""
-        async with self._link.subscribe(engine.head) as (subscribed, stream):
+        spec = engine.head.spec
+        subscribing = self._link.subscribe(
+            feature_source(engine.head), spec.target_hidden_size, spec.vocab_size
+        )
+        async with subscribing as (subscribed, stream):
             self._info = self._describe(engine, target, subscribed)
             self._metrics.attached(subscribed.transport)
             log.info("attached to %s at %s, features over bytes", target.model, self._config.target)

@@ -13,13 +13,14 @@ import grpc
 import torch
 
 from draft_service.head import Head
-from draft_service.head_spec import Overrides, TargetShape
+from draft_service.head_spec import DEFAULT_ROPE_THETA, Overrides, TargetShape
 from eyas.channel import open_channel, wait_until_serving
 from eyas.config import DraftConfig
 from eyas.errors import EyasError, describe
 from eyas.names import TARGET_SERVICE
 from eyas.transport import LAYOUT_VERSION, dtype_of
 from eyas.v1 import common_pb2, target_pb2, target_pb2_grpc
+from eyas_kernels.checkpoint import Config, read_json
 from eyas_kernels.device import pick_device
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class TargetLink:
         """Loads the head for this target. Raises EyasError where it does not fit, or cannot be read."""
         config = self._config
         dtype = dtype_of(info.scalar_type) if config.dtype == "auto" else getattr(torch, config.dtype)
-        folder = config.target_checkpoint or Path(info.checkpoint_path)
+        folder = self._folder(info)
         if not folder.is_dir():
             raise EyasError(
                 f"target_checkpoint: the head borrows the target's embedding, but {folder} is not on this host;"
@@ -70,24 +71,31 @@ class TargetLink:
         with torch.inference_mode():
             return Head(config.head, folder, shape, dtype, pick_device(config.device), overrides)
 
+    def target_rope(self, info: target_pb2.GetTargetInfoResponse) -> tuple[float, dict[str, Any] | None]:
+        """Base and scaling of the target's own rotary embedding. Raises CheckpointError."""
+        file = self._folder(info) / "config.json"
+        return Config(read_json(file), file).rope(DEFAULT_ROPE_THETA)
+
+    def _folder(self, info: target_pb2.GetTargetInfoResponse) -> Path:
+        return self._config.target_checkpoint or Path(info.checkpoint_path)
+
     @asynccontextmanager
-    async def subscribe(self, head: Head) -> AsyncIterator[tuple[target_pb2.FeatureSubscribed, Any]]:
-        """Opens the feature stream: yields what was agreed, and the stream to read batches from. Raises EyasError
+    async def subscribe(
+        self, source: common_pb2.FeatureSource, hidden_size: int, vocab_size: int
+    ) -> AsyncIterator[tuple[target_pb2.FeatureSubscribed, Any]]:
+        """Opens a feature stream: yields what was agreed, and the stream to read batches from. Raises EyasError
         where the target refuses the head, TargetLost."""
-        spec = head.spec
         request = target_pb2.FeatureSubscribe(
             head=self._config.head_name,
-            source=feature_source(head),
-            hidden_size=spec.target_hidden_size,
-            vocab_size=spec.vocab_size,
+            source=source,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
             layout_version=LAYOUT_VERSION,
             transports=[common_pb2.FEATURE_TRANSPORT_BYTES],
         )
         stream = self._stub.Features()
         try:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # read() says why
-                await stream.write(target_pb2.FeaturesRequest(subscribe=request))
-            response = await read(stream)
+            response = await exchange(stream, target_pb2.FeaturesRequest(subscribe=request))
             self._stream = stream
             yield response.subscribed, stream
         finally:
@@ -101,6 +109,15 @@ class TargetLink:
                 with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # reading says why
                     await self._stream.write(target_pb2.FeaturesRequest(proposals=proposals))
 
+    @asynccontextmanager
+    async def step_stream(self) -> AsyncIterator[Any]:
+        """A round stream; what is opened on it is freed when it ends."""
+        stream = self._stub.Step()
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+
     async def close(self) -> None:
         """Closes the connection."""
         await self._channel.close()
@@ -111,7 +128,14 @@ def feature_source(head: Head) -> common_pb2.FeatureSource:
     return common_pb2.FeatureSource(taps=head.spec.taps, final_norm=not head.spec.taps)
 
 
-async def read(stream: Any) -> target_pb2.FeaturesResponse:
+async def exchange(stream: Any, request: Any) -> Any:
+    """Sends a message and returns the answer. Raises as `read` does."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # read() says why
+        await stream.write(request)
+    return await read(stream)
+
+
+async def read(stream: Any) -> Any:
     """The next message. Raises TargetLost when the stream has ended, EyasError when the target refuses."""
     try:
         response = await stream.read()
@@ -121,5 +145,4 @@ async def read(stream: Any) -> target_pb2.FeaturesResponse:
         raise TargetLost(describe(error)) from error
     if response is grpc.aio.EOF:
         raise TargetLost("it ended the stream")
-    assert isinstance(response, target_pb2.FeaturesResponse)
     return response

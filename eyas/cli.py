@@ -97,7 +97,7 @@ def eyas() -> None:
 @clear_errors
 @with_options(
     options(GatewayConfig, without=("target", "draft", *(f.name for f in fields(CommonConfig)))),
-    options(DraftConfig, only=("max_draft_tokens",)),
+    options(DraftConfig, only=("max_draft_tokens", "strict_head", "skip_self_test")),
     _COMPUTING,
     options(CommonConfig),
 )

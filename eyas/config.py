@@ -180,6 +180,11 @@ class DraftConfig(ModelConfig):
         str | None, "Target blocks applied before each hidden state that the head reads: 2,15,27. Same use."
     ] = None
     wait_seconds: Annotated[float, "How long to wait for the target to come up."] = 120.0
+    strict_head: Annotated[bool, "Refuse to start with a head that fails the self-test."] = False
+    skip_self_test: Annotated[bool, "Do not try the head on texts of the target at the start."] = False
+    head_floor: Annotated[
+        float, "Self-test: smallest share of first drafts that must be the target's own choice."
+    ] = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +194,10 @@ class DraftConfig(ModelConfig):
         check_address("target", self.target)
         self._at_least(1, "max_draft_tokens")
         self._positive("wait_seconds")
+        if self.strict_head and self.skip_self_test:
+            raise ConfigError("strict_head: needs the self-test, which skip_self_test leaves out")
+        if not isinstance(self.head_floor, (int, float)) or not 0 <= self.head_floor <= 1:
+            raise ConfigError(f"head_floor: must be between 0 and 1, not {self.head_floor!r}")
         if self.rope_theta is not None:
             self._positive("rope_theta")
         if not isinstance(_json(self.rope_scaling or "{}"), dict):

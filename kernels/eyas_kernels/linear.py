@@ -28,6 +28,11 @@ def pack(weight: torch.Tensor) -> Weight:
     return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT))
 
 
+def unpack(weight: Weight) -> torch.Tensor:
+    """The weight [out, in] that `pack` was given."""
+    return weight.data.to_dense() if isinstance(weight, PackedWeight) else weight
+
+
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in], weight [out, in], bias [out] -> [rows, out], in x's dtype.
 

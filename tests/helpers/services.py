@@ -147,6 +147,7 @@ async def running_draft(
         "device": "cpu",
         "threads": 1,
         "num_pages": 64,
+        "skip_self_test": True,
     }
     settings = DraftConfig(head=head, **{**fields, **config})
     metrics = DraftMetrics()

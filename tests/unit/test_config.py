@@ -55,6 +55,7 @@ BAD = [
     (DraftConfig, "rope_scaling", "linear"),
     (DraftConfig, "taps", "2, 3"),
     (DraftConfig, "taps", "0,3"),
+    (DraftConfig, "head_floor", 1.1),
     (DraftConfig, "wait_seconds", float("inf")),
     (GatewayConfig, "host", ""),
     (GatewayConfig, "port", -1),
