@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from draft_service.metrics import Metrics
 from draft_service.target_link import TargetLink, TargetLost, feature_source, read
 from eyas.compute import Timer
 from eyas.config import DraftConfig
-from eyas.errors import EyasError, StatusError, unavailable
+from eyas.errors import EyasError, unavailable
 from eyas.names import DRAFT_SERVICE
 from eyas.observe import SequenceSpans, observed
 from eyas.server import SetServing, pipelined, serve
@@ -69,7 +69,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._features = FeatureStore()
         self._engine: Engine | None = None
         self._info: draft_pb2.GetDraftInfoResponse | None = None  # None while detached
-        self._streams: dict[asyncio.Task[Any], Any] = {}  # open Propose calls: task and gRPC's context
+        self._streams: set[asyncio.Task[Any]] = set()  # open Propose calls
 
     # ---- the target's side ----------------------------------------------------------------------------------
 
@@ -126,19 +126,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 self._info = None
                 self._metrics.attached(None)
                 await set_serving(False)
-                await self._end_streams()
+                # Gateways attach again once there is a new subscription.
+                for task in self._streams:
+                    task.cancel(self._detached)
 
-    async def _end_streams(self) -> None:
-        """Gateways attach again once there is a new subscription."""
-        status = self._detached().to_status()
-        for task, context in list(self._streams.items()):
-            # A handler that is only cancelled leaves its client without a status, waiting for ever.
-            with suppress(grpc.aio.BaseError):
-                await context.abort_with_status(status)
-            task.cancel()
-
-    def _detached(self) -> StatusError:
-        return unavailable(f"the draft is not attached to its target at {self._config.target}")
+    @property
+    def _detached(self) -> str:
+        return f"the draft is not attached to its target at {self._config.target}"
 
     async def _wait_for_same(
         self, before: target_pb2.GetTargetInfoResponse
@@ -176,14 +170,14 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.GetDraftInfoRequest, context: Any
     ) -> draft_pb2.GetDraftInfoResponse:
         if self._info is None:
-            raise self._detached()
+            raise unavailable(self._detached)
         return self._info
 
     async def Propose(
         self, request_iterator: AsyncIterable[draft_pb2.ProposeRequest], context: Any
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         if self._info is None or self._engine is None:
-            raise self._detached()
+            raise unavailable(self._detached)
         engine, lease, in_order = self._engine, Lease(), asyncio.Lock()
         held: dict[int, int] = {}  # sequences whose features are held for this stream, and their epochs
 
@@ -193,13 +187,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
         task = asyncio.current_task()
         assert task is not None
-        self._streams[task] = context
+        self._streams.add(task)
         try:
             async with aclosing(pipelined(request_iterator, submit)) as responses:
                 async for response in responses:
                     yield response
         finally:
-            del self._streams[task]
+            self._streams.remove(task)
             for sequence_id, epoch in held.items():
                 self._features.close(sequence_id, epoch)
             self._spans.end(held)

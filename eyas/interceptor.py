@@ -1,4 +1,5 @@
-"""Stands around every call: turns errors into statuses, counts open calls, refuses new ones while draining."""
+"""Stands around every call: turns errors into statuses, counts open calls; a drain refuses new ones and ends the
+streams of requests."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import inspect
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
@@ -30,12 +31,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._name = name
         self._open_calls = 0
         self._draining = False
+        self._reading: set[asyncio.Timeout] = set()  # streams that wait for their client's next request
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def refuse_calls(self) -> None:
-        """From now on new calls end with UNAVAILABLE."""
+    def drain(self) -> None:
+        """From now on new calls end with UNAVAILABLE, and so do streams of requests: at once where they wait for
+        the next one, else behind the answers to those that have been taken."""
         self._draining = True
+        for reading in self._reading:
+            reading.reschedule(0)
 
     async def wait_idle(self, seconds: float) -> bool:
         """Waits until no call is open; False if some still are after `seconds`."""
@@ -76,6 +81,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def run(requests: Any, context: Context) -> None:
             async with self._call(method, context):
+                if handler.request_streaming:
+                    requests = self._until_drain(requests)
                 if not inspect.isasyncgenfunction(behaviour):
                     await behaviour(requests, context)
                     return
@@ -91,16 +98,39 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
         return make(run, handler.request_deserializer, handler.response_serializer)
 
+    async def _until_drain(self, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+        """The requests of one stream. Raises StatusError in place of the next one once the server drains."""
+        stream = aiter(requests)
+        while not self._draining:
+            try:
+                async with asyncio.timeout(None) as reading:
+                    self._reading.add(reading)
+                    request = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                break
+            finally:
+                self._reading.discard(reading)
+            yield request
+        raise unavailable(f"the {self._name} is draining")
+
     @asynccontextmanager
     async def _call(self, method: str, context: Context) -> AsyncIterator[None]:
         self._open_calls += 1
         self._idle.clear()
         try:
             if self._draining:
-                raise unavailable(f"the {self._name} is shutting down")
+                raise unavailable(f"the {self._name} is draining")
             yield
         except StatusError as error:
             await context.abort_with_status(error.to_status())
+        except asyncio.CancelledError as error:
+            # Where the client has gone this is for nobody. But a handler that was cancelled from within would leave
+            # its client waiting for ever.
+            with suppress(grpc.aio.BaseError):
+                await context.abort_with_status(self._ended(error).to_status())
+            raise
         except grpc.aio.BaseError:
             # gRPC's own: the handler aborted, the client has gone, or the server was stopped.
             raise
@@ -112,3 +142,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._open_calls -= 1
             if self._open_calls == 0:
                 self._idle.set()
+
+    def _ended(self, error: asyncio.CancelledError) -> StatusError:
+        """Whoever cancels a call may say why: `task.cancel(reason)`."""
+        return unavailable(str(error) or f"the {self._name} ended the call")

@@ -79,12 +79,13 @@ class Server:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def begin_drain(self) -> None:
-        """Health says NOT_SERVING for good, and new calls are refused."""
-        self._interceptor.refuse_calls()
+        """Health says NOT_SERVING for good, new calls are refused, and streams of requests end."""
+        self._interceptor.drain()
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float = GRACE_SECONDS) -> None:
-        """Drains: waits up to `grace` seconds for the open calls, ends the rest, and gives the address back."""
+        """Drains: waits up to `grace` seconds for what the open calls work on, ends the rest, and gives the address
+        back."""
         if self._stopped:
             return
         self._stopped = True
@@ -116,15 +117,14 @@ async def serve(
     add_services: AddServices,
     *,
     background: Callable[[SetServing], Awaitable[None]] | None = None,
-    on_drain: Callable[[], Awaitable[None]] | None = None,
     grace: float = GRACE_SECONDS,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
 
     `add_services` loads what the services need (in a thread, so that signals are heard), registers them and
-    returns their full names. `background` runs beside them and tells with `set_serving` when they are ready;
-    left out, they are ready at once. `on_drain` is called when the drain begins, so that idle round streams can
-    be ended. Raises ListenError, or what a callback raises; afterwards the address is free again in every case.
+    returns their full names. `background` runs beside them, to the end of the drain, and tells with `set_serving`
+    when they are ready; left out, they are ready at once. Raises ListenError, or what a callback raises; afterwards
+    the address is free again in every case.
     """
     server = Server(name, listen)
 
@@ -132,25 +132,28 @@ async def serve(
         server.release()
         os._exit(128 + number)
 
-    started = asyncio.Event()
-
-    async def run() -> None:
+    async def start() -> None:
         await server.start(await add_services(server.grpc))
-        started.set()
         log.info("listening on %s", server.address)
+
+    async def work() -> None:
         await (background or _ready_at_once)(server.set_serving)
+        await stop.wait()
 
     with stop_signals(leave_now) as stop:
         try:
-            if await run_until(stop, asyncio.ensure_future(run())):
-                await stop.wait()
-            if not started.is_set():
+            if not await run_until(stop, asyncio.ensure_future(start())):
                 # Nothing to drain, and a load in a thread cannot be cancelled.
                 leave_now(signal.SIGTERM)
-            log.info("draining")
-            await server.begin_drain()
-            if on_drain is not None:
-                await on_drain()
+            working, stopped = asyncio.ensure_future(work()), asyncio.ensure_future(stop.wait())
+            try:
+                await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+                if not stop.is_set():
+                    await working
+                log.info("draining")
+                await server.stop(grace)
+            finally:
+                await _cancel(working, stopped)
         except BaseException:
             grace = 0
             raise

@@ -47,7 +47,7 @@ class Subscription:
     unread_bytes: int = 0
     dropped_batches: int = 0
     proposals: ProposalInbox = field(default_factory=ProposalInbox)
-    _queue: asyncio.Queue[target_pb2.FeatureBatch] = field(default_factory=asyncio.Queue)
+    _queue: asyncio.Queue[target_pb2.FeatureBatch | StatusError] = field(default_factory=asyncio.Queue)
     _num_batches: int = 0
 
     def offer(self, batches: Iterable[target_pb2.FeatureBatch]) -> None:
@@ -65,12 +65,16 @@ class Subscription:
             self.unread_bytes += size
             self._queue.put_nowait(batch)
 
+    def end(self, error: StatusError) -> None:
+        """Ends the stream behind the batches that are queued."""
+        self._queue.put_nowait(error)
+
     async def batches(self) -> AsyncIterator[target_pb2.FeatureBatch]:
-        """The queued batches, for ever."""
-        while True:
-            batch = await self._queue.get()
+        """The queued batches, for ever. Raises what the stream is ended with."""
+        while not isinstance(batch := await self._queue.get(), StatusError):
             self.unread_bytes -= batch.ByteSize()
             yield batch
+        raise batch
 
 
 class Subscriptions:

@@ -18,7 +18,7 @@ import torch
 
 from eyas.compute import Timer
 from eyas.config import TargetConfig
-from eyas.errors import EyasError, invalid_argument
+from eyas.errors import EyasError, StatusError, invalid_argument
 from eyas.names import TARGET_SERVICE
 from eyas.observe import SequenceSpans, observed
 from eyas.server import pipelined, serve
@@ -230,10 +230,13 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
 async def _read_proposals(
     subscription: Subscription, requests: AsyncIterable[target_pb2.FeaturesRequest]
 ) -> None:
-    """Until the draft ends its side of the stream."""
-    async for request in requests:
-        if request.WhichOneof("kind") == "proposals":
-            subscription.proposals.add(request.proposals)
+    """Until the draft ends its side of the stream; a drain ends the subscription."""
+    try:
+        async for request in requests:
+            if request.WhichOneof("kind") == "proposals":
+                subscription.proposals.add(request.proposals)
+    except StatusError as error:
+        subscription.end(error)
 
 
 def describe(engine: Engine, config: TargetConfig) -> target_pb2.GetTargetInfoResponse:

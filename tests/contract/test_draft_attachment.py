@@ -72,6 +72,38 @@ async def test_without_its_target_it_says_unavailable(folder: Path, head: Path, 
         assert not draft.attached.done()
 
 
+async def test_a_target_that_drains_lets_go_of_an_idle_draft_at_once(
+    folder: Path, head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        running_target(folder, tmp_path) as target,
+        running_draft(head, tmp_path, target.address) as draft,
+        draft_stub(draft.address) as stub,
+    ):
+        stream = stub.Propose()
+        await exchange(stream, propose(opens=[slots(1)]))
+        await target.server.stop(3600)
+        error = await refused(stream.read(), UNAVAILABLE)
+        assert error.details() == f"the draft is not attached to its target at {target.address}"
+        assert f"the target at {target.address} went away: the target is draining" in caplog.text
+        await draft.until_free()
+
+
+async def test_a_draft_that_drains_lets_go_of_an_idle_gateway_at_once(
+    folder: Path, head: Path, tmp_path: Path
+) -> None:
+    async with (
+        running_target(folder, tmp_path) as target,
+        running_draft(head, tmp_path, target.address) as draft,
+        draft_stub(draft.address) as stub,
+    ):
+        stream = stub.Propose()
+        await exchange(stream, propose(opens=[slots(1)]))
+        await draft.server.stop(3600)
+        assert (await refused(stream.read(), UNAVAILABLE)).details() == "the draft is draining"
+        await draft.until_free()
+
+
 async def test_a_proposal_that_waits_for_lost_features_ends(folder: Path, head: Path, tmp_path: Path) -> None:
     async with (
         running_target(folder, tmp_path) as target,

@@ -27,6 +27,7 @@ from eyas.v1 import target_pb2, target_pb2_grpc
 from tests.helpers.echo_service import (
     ROUND_BROKEN,
     ROUND_BROKEN_LATER,
+    ROUND_HELD,
     ROUND_REFUSED,
     ROUND_STUCK,
     SECRET,
@@ -104,7 +105,7 @@ class TestHealthAndReflection:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await target.GetTargetInfo(target_pb2.GetTargetInfoRequest())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert describe(caught.value) == "the target is shutting down"
+        assert describe(caught.value) == "the target is draining"
 
     async def test_reflection_lists_the_services(self, channel: grpc.aio.Channel) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -243,20 +244,59 @@ class TestStreams:
         assert echo.open_streams == 0
         call.cancel()
 
-    async def test_stop_lets_an_open_stream_finish(
+    async def test_drain_ends_an_idle_stream_at_once(
         self, server: Server, target: target_pb2_grpc.TargetServiceAsyncStub
     ) -> None:
         call = target.Step()
         await call.write(target_pb2.StepRequest(round=1))
         await call.read()
-        stopping = asyncio.ensure_future(server.stop(60))
-        await asyncio.sleep(0)
-        await call.write(target_pb2.StepRequest(round=2))
-        response = await call.read()
-        await call.done_writing()
-        assert isinstance(response, target_pb2.StepResponse)
-        assert response.round == 2
+        await server.stop(3600)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert describe(caught.value) == "the target is draining"
+
+    async def test_drain_lets_a_busy_stream_finish_what_it_has_taken(
+        self,
+        server: Server,
+        channel: grpc.aio.Channel,
+        target: target_pb2_grpc.TargetServiceAsyncStub,
+        echo: EchoServicer,
+    ) -> None:
+        await server.set_serving(True)
+        call = target.Step()
+        for number in (ROUND_HELD, 2):
+            await call.write(target_pb2.StepRequest(round=number))
+        await until(lambda: echo.submitted == [ROUND_HELD, 2])
+        stopping = asyncio.ensure_future(server.stop(3600))
+        while await health_of(channel, TARGET_SERVICE) != NOT_SERVING:
+            await asyncio.sleep(0)
+        assert not stopping.done()
+        echo.gate.set()
+        assert [(await call.read()).round for _ in range(2)] == [ROUND_HELD, 2]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert describe(caught.value) == "the target is draining"
         await stopping
+
+    @pytest.mark.parametrize(("reason", "said"), [(None, "the target ended the call"), ("because", "because")])
+    async def test_handler_cancelled_from_within_gives_its_client_a_status(
+        self,
+        target: target_pb2_grpc.TargetServiceAsyncStub,
+        echo: EchoServicer,
+        reason: str | None,
+        said: str,
+    ) -> None:
+        call = target.Step()
+        await call.write(target_pb2.StepRequest(round=ROUND_STUCK))
+        await until(lambda: echo.unfinished)
+        assert echo.stepping is not None
+        echo.stepping.cancel(reason)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert describe(caught.value) == said
+        assert echo.unfinished == 0
 
 
 class TestAddresses:

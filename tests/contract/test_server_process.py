@@ -13,8 +13,8 @@ import pytest
 
 from eyas.channel import open_channel, wait_until_serving
 from eyas.v1 import target_pb2, target_pb2_grpc
-from tests.helpers.echo_service import TARGET_SERVICE
-from tests.helpers.processes import python, wait_for
+from tests.helpers.echo_service import ROUND_STUCK, TARGET_SERVICE
+from tests.helpers.processes import python, read_until, wait_for
 
 ECHO = ("-m", "tests.helpers.echo_service")
 
@@ -48,23 +48,18 @@ def test_signal_ends_it_cleanly(socket: Path, number: signal.Signals) -> None:
     assert not socket.exists()
 
 
-def test_open_stream_may_finish_after_the_signal(socket: Path) -> None:
-    with python(*ECHO, f"unix:{socket}", "--grace", "60") as process:
+def test_idle_stream_does_not_hold_the_drain_up(socket: Path) -> None:
+    with python(*ECHO, f"unix:{socket}", "--grace", "3600") as process:
 
-        async def finish_after_signal(channel: grpc.aio.Channel) -> None:
-            target = target_pb2_grpc.TargetServiceStub(channel)
-            call = target.Step()
+        async def be_idle(channel: grpc.aio.Channel) -> None:
+            call = target_pb2_grpc.TargetServiceStub(channel).Step()
             await call.write(target_pb2.StepRequest(round=1))
             await call.read()
             process.send_signal(signal.SIGTERM)
-            while await refuses(target) is not grpc.StatusCode.UNAVAILABLE:
-                await asyncio.sleep(0.01)
-            await call.write(target_pb2.StepRequest(round=2))
-            assert await call.read() == target_pb2.StepResponse(round=2)
-            await call.done_writing()
-            assert await call.code() is grpc.StatusCode.OK
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert await call.details() == "the target is draining"
 
-        with_serving(socket, finish_after_signal)
+        with_serving(socket, be_idle)
         assert process.wait(60) == 0
 
 
@@ -79,8 +74,8 @@ def test_second_signal_ends_it_at_once(socket: Path) -> None:
         async def signal_twice(channel: grpc.aio.Channel) -> None:
             target = target_pb2_grpc.TargetServiceStub(channel)
             call = target.Step()
-            await call.write(target_pb2.StepRequest(round=1))
-            await call.read()
+            await call.write(target_pb2.StepRequest(round=ROUND_STUCK))
+            await asyncio.to_thread(read_until, process, "is stuck", process.stderr)
             process.send_signal(signal.SIGTERM)
             while await refuses(target) is not grpc.StatusCode.UNAVAILABLE:
                 await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ import uvloop
 
 from eyas.errors import invalid_argument, resource_exhausted
 from eyas.runtime import die_with_parent
-from eyas.server import pipelined, serve
+from eyas.server import SetServing, pipelined, serve
 from eyas.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "eyas.v1.TargetService"
@@ -29,15 +29,18 @@ ROUND_REFUSED = 1001
 ROUND_BROKEN = 1002
 ROUND_STUCK = 1003
 ROUND_BROKEN_LATER = 1004
+ROUND_HELD = 1005
 SECRET = "the text of an exception is not for clients"
 
 
 class EchoServicer(target_pb2_grpc.TargetServiceServicer):
-    """Answers every step with its round; the rounds above misbehave."""
+    """Answers every step with its round; the rounds above misbehave, or wait for `gate`."""
 
     def __init__(self) -> None:
         self.open_streams = 0
+        self.stepping: asyncio.Task[None] | None = None  # the handler of the newest Step
         self.unfinished = 0
+        self.gate = asyncio.Event()
         self.submitted: list[int] = []
 
     async def GetTargetInfo(
@@ -60,6 +63,7 @@ class EchoServicer(target_pb2_grpc.TargetServiceServicer):
         self, requests: AsyncIterator[target_pb2.StepRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[target_pb2.StepResponse, None]:
         self.open_streams += 1
+        self.stepping = asyncio.current_task()
         try:
             async with aclosing(pipelined(requests, self.submit)) as responses:
                 async for response in responses:
@@ -85,7 +89,10 @@ class EchoServicer(target_pb2_grpc.TargetServiceServicer):
         try:
             # Later rounds are done earlier, and must still be answered in order.
             await asyncio.sleep(0.001 * (number % 3 == 0))
+            if number == ROUND_HELD:
+                await self.gate.wait()
             if number == ROUND_STUCK:
+                logging.info("is stuck")
                 await asyncio.Event().wait()
             if number in (ROUND_BROKEN, ROUND_BROKEN_LATER):
                 raise RuntimeError(SECRET)
@@ -112,14 +119,17 @@ def main() -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(EchoServicer(), server)
         return [TARGET_SERVICE]
 
-    async def drained() -> None:
+    async def background(set_serving: SetServing) -> None:
+        await set_serving(True)
         if options.deaf:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
             asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             logging.info("is deaf")
             await asyncio.Event().wait()
 
-    uvloop.run(serve(options.name, options.address, add_services, on_drain=drained, grace=options.grace))
+    uvloop.run(serve(options.name, options.address, add_services, background=background, grace=options.grace))
 
 
 if __name__ == "__main__":
