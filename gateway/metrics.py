@@ -12,6 +12,9 @@ from gateway.request import FinishReason
 
 LATENCY_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
+SHORTEST_CONTEXT = 512
+"""Acceptance is counted by context length: up to this many tokens, up to twice as many, and so on."""
+
 
 class Metrics:
     """The gateway's own registry, so that several gateways can live in one process (as in tests)."""
@@ -40,6 +43,18 @@ class Metrics:
             "eyas_spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by position in their block; divided by drafts, the rate at that position",
             ["position"],
+            registry=registry,
+        )
+        self._drafts_in_context = Counter(
+            "eyas_spec_decode_context_drafts",
+            "Blocks verified with at least one draft token, by the power of two that their context is up to",
+            ["context"],
+            registry=registry,
+        )
+        self._accepted_in_context = Counter(
+            "eyas_spec_decode_context_accepted_tokens",
+            "Draft tokens accepted, likewise; 1 + accepted / drafts falls where a head is beyond its trained length",
+            ["context"],
             registry=registry,
         )
         self._prompt_tokens = Counter(
@@ -88,6 +103,9 @@ class Metrics:
             self._accepted.inc(block.num_accepted)
             for position in range(block.num_accepted):
                 self._accepted_at.labels(str(position)).inc()
+            context = context_bucket(block.start + block.num_fed)
+            self._drafts_in_context.labels(context).inc()
+            self._accepted_in_context.labels(context).inc(block.num_accepted)
 
     def first_token(self, seconds: float) -> None:
         """Notes a request's time to its first token."""
@@ -97,3 +115,8 @@ class Metrics:
         """Counts a request that ended; without a reason it was cancelled or failed."""
         self._finished.labels(reason.value if reason is not None else "aborted").inc()
         self._request_seconds.observe(seconds)
+
+
+def context_bucket(num_tokens: int) -> str:
+    """The smallest power of two, from SHORTEST_CONTEXT up, that is at least `num_tokens`."""
+    return str(max(SHORTEST_CONTEXT, 1 << (num_tokens - 1).bit_length()))

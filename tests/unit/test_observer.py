@@ -208,3 +208,22 @@ def test_tokens_computed_again_after_a_preemption_are_prompt_tokens_only_so_far(
     observer.round_ended(round_of(SequenceRecord(sequence(), 0, 10, 0, 0, 1)))
     observer.flush()
     assert value(metrics, "eyas_prompt_tokens_total") == 6
+
+
+def test_acceptance_is_counted_by_context_length(observer: Observer, metrics: Metrics) -> None:
+    """A context is what is committed before the drafts; a block without drafts does not count."""
+    blocks = [
+        (510, 1, 3, 3),
+        (511, 1, 3, 2),
+        (512, 1, 2, 0),
+        (1000, 24, 4, 1),
+        (1024, 1, 1, 1),
+        (1024, 1, 0, 0),
+    ]
+    for start, num_fed, num_drafts, num_accepted in blocks:
+        record = SequenceRecord(sequence(), start, num_fed, num_drafts, num_accepted, num_accepted + 1)
+        observer.round_ended(round_of(record))
+    observer.flush()
+    for context, drafts, accepted in (("512", 2, 5), ("1024", 2, 1), ("2048", 1, 1), ("4096", 0, 0)):
+        assert value(metrics, "eyas_spec_decode_context_drafts_total", context=context) == drafts
+        assert value(metrics, "eyas_spec_decode_context_accepted_tokens_total", context=context) == accepted
